@@ -1,0 +1,145 @@
+"""How a connection begins: address, TLS, authentication, name, and what the server says of itself.
+
+Errors of sockets and servers become ours here: unreachable, wrong password, too old, or simply refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from .errors import BrokerAuthError, BrokerError, BrokerUnavailableError, BrokerVersionError, ConfigError
+from .settings import redacted
+
+if TYPE_CHECKING:
+    from .channel import Channel
+
+OLDEST_SERVER = (7, 0)
+# A server that answers so is not wrong, only not ready: the caller waits and tries again.
+_NOT_READY = ("LOADING", "MASTERDOWN", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "BUSY ")
+_NOT_ALLOWED = ("WRONGPASS", "NOAUTH", "NOPERM", "ERR invalid password", "ERR Client sent AUTH")
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What the server told at the beginning of a connection."""
+
+    run_id: str = ""
+    version: str = ""
+    uptime_s: float = 0.0
+    client_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The parts of a broker URL: `redis://`, `rediss://` (TLS) or `unix://`."""
+
+    host: str
+    port: int
+    path: str | None
+    username: str
+    password: str | None
+    database: int
+    tls: ssl.SSLContext | None
+
+
+def parse_address(url: str) -> Address:
+    """Split a broker URL; raises `ConfigError` for what is none. Query keys: `db`, `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_cert_reqs`, `password`."""
+    parts = urlsplit(url)
+    query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise ConfigError(f"broker url {redacted(url)!r}: the scheme must be redis://, rediss:// or unix://")
+    try:
+        database = int(query.get("db") or (parts.path.strip("/") if parts.scheme != "unix" else "") or 0)
+        port = parts.port or 6379
+    except ValueError:
+        raise ConfigError(f"broker url {redacted(url)!r}: port and database must be numbers") from None
+    password = parts.password if parts.password is not None else query.get("password")
+    return Address(
+        host=parts.hostname or "127.0.0.1",
+        port=port,
+        path=unquote(parts.path) if parts.scheme == "unix" else None,
+        username=unquote(parts.username or ""),
+        password=unquote(password) if password is not None else None,
+        database=database,
+        tls=_tls_context(query) if parts.scheme == "rediss" else None,
+    )
+
+
+def _tls_context(query: dict[str, str]) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=query.get("ssl_ca_certs"))
+        if query.get("ssl_certfile"):
+            context.load_cert_chain(query["ssl_certfile"], query.get("ssl_keyfile"))
+    except OSError as error:
+        raise ConfigError(
+            f"broker url: its TLS files cannot be read ({error}); check ssl_ca_certs, ssl_certfile, ssl_keyfile"
+        ) from None
+    if query.get("ssl_cert_reqs") == "none":
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+async def open_transport(url: str, channel: Channel) -> None:
+    """Connect `channel` to the address of `url`."""
+    address = parse_address(url)
+    loop = asyncio.get_running_loop()
+    if address.path is not None:
+        await loop.create_unix_connection(lambda: channel, address.path)
+    else:
+        await loop.create_connection(lambda: channel, address.host, address.port, ssl=address.tls)
+
+
+async def greet(url: str, channel: Channel, purpose: str) -> Hello:
+    """Authenticate, name the connection, and check that the server is one that rolloutbus works with."""
+    address = parse_address(url)
+    if address.password is not None:
+        names = (address.username,) if address.username else ()
+        await channel.execute("AUTH", *names, address.password)
+    if address.database:
+        await channel.execute("SELECT", address.database)
+    await channel.execute("CLIENT", "SETNAME", f"rolloutbus:{purpose}")
+    client_id, info = await channel.execute("CLIENT", "ID"), await channel.execute("INFO", "server")
+    facts = dict(line.split(":", 1) for line in info.decode().splitlines() if ":" in line)
+    _check_version(facts, url)
+    return Hello(
+        facts.get("run_id", ""),
+        facts.get("redis_version", ""),
+        float(facts.get("uptime_in_seconds", 0)),
+        client_id,
+    )
+
+
+def _check_version(facts: dict[str, str], url: str) -> None:
+    numbers = tuple(int(part) for part in facts.get("redis_version", "0.0").split(".")[:2] if part.isdigit())
+    if numbers < OLDEST_SERVER:
+        raise BrokerVersionError(
+            f"the broker at {redacted(url)} is version {facts.get('redis_version', 'unknown')}; rolloutbus needs Redis 7.0 or newer, "
+            "or Valkey 8 or newer"
+        )
+
+
+def translate(error: Any, where: str) -> Exception:
+    """One of our errors for what a socket or a server said; `where` is the address or what was asked."""
+    text, place = str(error) or type(error).__name__, redacted(where)
+    if isinstance(error, ssl.SSLError):
+        return BrokerAuthError(
+            f"TLS with the broker at {place} failed ({text}); check ssl_ca_certs and the server's certificate"
+        )
+    if isinstance(error, TimeoutError) and not isinstance(error, ConnectionError):
+        return BrokerUnavailableError(f"no answer from the broker at {place}; check address and firewall")
+    if isinstance(error, OSError):
+        return BrokerUnavailableError(
+            f"cannot reach the broker at {place} ({text}); check that it runs and that the address is right"
+        )
+    if text.startswith(_NOT_READY):
+        return BrokerUnavailableError(f"the broker is not ready ({text})")
+    if text.startswith(_NOT_ALLOWED):
+        return BrokerAuthError(
+            f"{where if where == 'the broker' else 'the broker at ' + place} refused: {text}; check user, password and ACL rules"
+        )
+    return BrokerError(f"{where if where == 'the broker' else 'the broker at ' + place} refused: {text}")

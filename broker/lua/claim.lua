@@ -1,0 +1,53 @@
+#!lua flags=allow-oom
+-- Finds groups that may run again: due retries, parked ones whose batch has room, and those whose lease expired.
+-- KEYS: groups, delayed, parked | ARGV: consumer, instance, lease_ms, limit, observing(0|1), alone(0|1), run prefix, abandon_ms
+-- { {entry, …}, ms until the next retry is due or -1, parked groups }. Claimed entries must be read and taken as any other.
+local groups, consumer, limit = KEYS[1], ARGV[1], tonumber(ARGV[4])
+local lease_ms, prefix, now, out = tonumber(ARGV[3]), ARGV[7], now_ms(), {}
+if not is_stream(groups) then return { out, -1, 0 } end
+
+local function claim(entry, idle, force)
+  local got
+  if force then got = redis.call('XCLAIM', groups, WORKERS, consumer, idle, entry, 'FORCE', 'JUSTID')
+  else got = redis.call('XCLAIM', groups, WORKERS, consumer, idle, entry, 'JUSTID') end
+  if #got > 0 then out[#out + 1] = entry end
+end
+
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, limit * 4)) do
+  local entry, avoid = string.match(member, '^%S+ %S+ (%S+) (%S+)$')
+  if #out < limit and (ARGV[6] == '1' or avoid ~= ARGV[2]) then
+    redis.call('ZREM', KEYS[2], member)
+    claim(entry, 0, true)
+  end
+end
+
+local function has_room(batch)
+  local h = redis.call('HMGET', prefix .. 'batch:' .. batch, 'state', 'unread_bytes', 'max_unread_bytes', 'client')
+  if not h[1] or h[1] == 'closed' then return nil end
+  local absent = owner_absence(prefix .. 'owner:' .. h[4], lease_ms, now)
+  if absent then return ARGV[5] == '1' and absent > tonumber(ARGV[8]) end  -- claimed only to be dropped by take
+  return tonumber(h[2] or 0) < tonumber(h[3])
+end
+
+local rank = '-inf'
+for _ = 1, 32 do
+  local head = redis.call('ZRANGEBYSCORE', KEYS[3], rank, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+  if #out >= limit or #head == 0 then break end
+  local room = has_room(string.match(head[1], '^%S+'))
+  if room == nil then redis.call('ZREMRANGEBYSCORE', KEYS[3], head[2], head[2])
+  elseif room then
+    for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], head[2], head[2], 'LIMIT', 0, limit - #out)) do
+      redis.call('ZREM', KEYS[3], member)
+      claim(string.match(member, '(%S+)$'), 0, true)
+    end
+  end
+  rank = '(' .. head[2]
+end
+
+if ARGV[5] == '1' and #out < limit then
+  for _, held in ipairs(redis.call('XPENDING', groups, WORKERS, 'IDLE', lease_ms, '-', '+', limit - #out)) do
+    claim(held[1], lease_ms, false)
+  end
+end
+local due = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+return { out, due[2] and math.max(0, tonumber(due[2]) - now) or -1, redis.call('ZCARD', KEYS[3]) }

@@ -1,0 +1,23 @@
+#!lua flags=allow-oom
+-- The client ends a group that nobody will finish in time. KEYS: batch, groups, delayed, parked, results, dead, events
+-- ARGV: batch, group, route, entry or '-', first_row, rows, incarnation, reason(deadline|no_instance|vanished), timeout_ms, failure
+local batch, group = ARGV[1], ARGV[2]
+local h = redis.call('HMGET', KEYS[1], 'state', 'owner', 'g:' .. group)
+if not h[1] or h[1] == 'closed' then return { 'gone' } end
+if h[2] ~= ARGV[7] then return { 'not-owner' } end
+local r = parse(h[3])
+if not r or r.status == 'done' or r.status == 'handed' or r.status == 'failed' then return { 'over' } end
+if ARGV[8] == 'deadline' and (tonumber(r.first_take) == 0 or now_ms() - tonumber(r.first_take) < tonumber(ARGV[9])) then return { 'early' } end
+if ARGV[8] == 'no_instance' and r.status == 'running' then return { 'early' } end
+if r.entry == '-' then r.entry = ARGV[4] end
+if ARGV[8] == 'vanished' and (r.entry == '-' or #redis.call('XRANGE', KEYS[2], r.entry, r.entry) > 0) then return { 'early' } end
+local member = batch .. ' ' .. group .. ' ' .. r.entry
+redis.call('ZREM', KEYS[4], member)
+for _, m in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
+  if string.sub(m, 1, #member) == member then redis.call('ZREM', KEYS[3], m) end
+end
+redis.call('HINCRBY', KEYS[1], 'dead_groups', 1)
+if r.entry == '-' then r.entry = '0-1' end
+bury({ batch = KEYS[1], groups = KEYS[2], results = KEYS[5], dead = KEYS[6], events = KEYS[7] },
+  { batch = batch, group = group, route = ARGV[3], rows = ARGV[6], first_row = ARGV[5], reason = ARGV[8], failure = ARGV[10] }, r)
+return { 'dead' }

@@ -1,0 +1,57 @@
+-- What every transition shares. A group's record is one field of the batch hash, `g:<group>`, ten words long:
+--   status attempt token instance entry infra data accepted bytes first_take
+-- status: queued, parked, delayed, running, done, handed, failed. `infra` and `data` count lost attempts by class, `first_take` is broker time in ms.
+local WORKERS = 'workers'
+local RECORD = '^(%S+) (%d+) (%S+) (%S+) (%S+) (%d+) (%d+) (%d+) (%d+) (%d+)$'
+
+local function now_ms()
+  local t = redis.call('TIME')
+  return tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+end
+
+local function parse(raw)
+  if not raw then return nil end
+  local r = {}
+  r.status, r.attempt, r.token, r.instance, r.entry, r.infra, r.data, r.accepted, r.bytes, r.first_take = string.match(raw, RECORD)
+  return r
+end
+
+local function save(batch, group, r)
+  redis.call('HSET', batch, 'g:' .. group, string.format('%s %d %s %s %s %d %d %d %d %d', r.status, tonumber(r.attempt), r.token,
+    r.instance, r.entry, tonumber(r.infra), tonumber(r.data), tonumber(r.accepted), tonumber(r.bytes), tonumber(r.first_take)))
+end
+
+local function note(events, kind, batch, group, attempt, instance, detail)
+  redis.call('XADD', events, 'MAXLEN', '~', 20000, '*', 'kind', kind, 'batch', batch, 'group', group, 'attempt', attempt,
+    'instance', instance, 'detail', detail)
+end
+
+-- Deletes the entries that the transaction around this script has just added: nobody has seen them.
+local function undo(stream, added)
+  if added == 0 then return end
+  for _, entry in ipairs(redis.call('XREVRANGE', stream, '+', '-', 'COUNT', added)) do redis.call('XDEL', stream, entry[1]) end
+end
+
+local function is_stream(key)
+  local kind = redis.call('TYPE', key)
+  return (kind.ok or kind) == 'stream'
+end
+
+local function drop_entry(groups, entry)
+  redis.call('XACK', groups, WORKERS, entry)
+  redis.call('XDEL', groups, entry)
+end
+
+-- Bytes that a batch has waiting on one shard stand in a field of their own: admission is per shard.
+local function count_queued(batch, groups, bytes)
+  return redis.call('HINCRBY', batch, 'queued_bytes:' .. string.match(groups, ':groups:(.+)$'), bytes)
+end
+
+-- How long the owner of a batch has not renewed its lease: nil while it is alive, else milliseconds.
+local function owner_absence(owner_key, lease_ms, now)
+  local value = redis.call('GET', owner_key)
+  if not value then return now end
+  local renewed = tonumber(string.match(value, ' (%d+)$'))
+  if now - renewed <= lease_ms then return nil end
+  return now - renewed
+end

@@ -1,0 +1,12 @@
+#!lua flags=allow-oom
+-- A stranger's entry on a groups stream: kept as a dead letter, so that it is neither lost nor met again.
+-- KEYS: groups, dead, events | ARGV: entry, reason
+local found = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])
+if found[1] then
+  local letter = { 'reason', 'foreign', 'detail', ARGV[2] }
+  for _, word in ipairs(found[1][2]) do letter[#letter + 1] = word end
+  redis.call('XADD', KEYS[2], 'MAXLEN', '~', 1000, '*', unpack(letter))
+  note(KEYS[3], 'foreign', '-', '-', 0, '-', ARGV[2])
+end
+drop_entry(KEYS[1], ARGV[1])
+return #found

@@ -1,0 +1,70 @@
+#!lua flags=allow-oom
+-- Turns a delivered entry into an attempt with its own token, or says why not.
+-- KEYS: batch, groups, owner, accepted, parked, results, dead, events
+-- ARGV: batch, group, route, entry, first_row, rows, token, consumer, instance, observing(0|1), lease_ms, abandon_ms, crash_limit, crash_failure
+-- {'ok', attempt, infra, data, ms since the first take, accepted positions, ms since it was published}, or {'stale' | 'gone' | 'parked' | 'dead' | 'unknown'}
+local batch, group, entry, token = ARGV[1], ARGV[2], ARGV[4], ARGV[7]
+local held = redis.call('XPENDING', KEYS[2], WORKERS, entry, entry, 1)
+if #held == 0 or held[1][2] ~= ARGV[8] then return { 'stale' } end
+local h = redis.call('HMGET', KEYS[1], 'state', 'unread_bytes', 'max_unread_bytes', 'rank', 'g:' .. group)
+local r = parse(h[5])
+if not h[1] or h[1] == 'closed' or (r and (r.status == 'done' or r.status == 'handed' or r.status == 'failed')) then
+  drop_entry(KEYS[2], entry)
+  return { 'gone' }
+end
+if not r then return { 'unknown' } end
+if r.status ~= 'queued' and r.entry ~= entry then
+  drop_entry(KEYS[2], entry)
+  return { 'gone' }
+end
+local now = now_ms()
+local first = tonumber(r.attempt) == 0
+r.entry = entry
+
+if r.status == 'running' and r.token ~= token then
+  redis.call('HINCRBY', KEYS[1], 'redeliveries', 1)
+  note(KEYS[8], 'lost', batch, group, r.attempt, r.instance, 'lease expired; taken over by ' .. ARGV[9])
+  r.infra = r.infra + 1
+  if r.infra >= tonumber(ARGV[13]) then
+    redis.call('HINCRBY', KEYS[1], 'dead_groups', 1)
+    bury({ batch = KEYS[1], groups = KEYS[2], results = KEYS[6], dead = KEYS[7], events = KEYS[8] },
+      { batch = batch, group = group, route = ARGV[3], rows = ARGV[6], first_row = ARGV[5], reason = 'crashed', failure = ARGV[14] }, r)
+    return { 'dead' }
+  end
+end
+
+local absent = owner_absence(KEYS[3], tonumber(ARGV[11]), now)
+if absent and absent > tonumber(ARGV[12]) and ARGV[10] == '1' then
+  if first then count_queued(KEYS[1], KEYS[2], -tonumber(r.bytes)) end
+  redis.call('HDEL', KEYS[1], 'g:' .. group)
+  redis.call('HINCRBY', KEYS[1], 'cancelled', 1)
+  drop_entry(KEYS[2], entry)
+  note(KEYS[8], 'abandoned', batch, group, r.attempt, ARGV[9], 'its client is gone')
+  return { 'gone' }
+end
+local full = first and h[3] and tonumber(h[2] or 0) >= tonumber(h[3])
+if absent or full then
+  r.status = 'parked'
+  save(KEYS[1], group, r)
+  redis.call('XACK', KEYS[2], WORKERS, entry)
+  redis.call('ZADD', KEYS[5], h[4], batch .. ' ' .. group .. ' ' .. entry)
+  return { 'parked' }
+end
+
+if not (r.status == 'running' and r.token == token) then
+  r.attempt = r.attempt + 1
+  if first then count_queued(KEYS[1], KEYS[2], -tonumber(r.bytes)) end
+  if tonumber(r.first_take) == 0 then r.first_take = now end
+  r.status, r.token, r.instance = 'running', token, ARGV[9]
+  save(KEYS[1], group, r)
+  note(KEYS[8], 'taken', batch, group, r.attempt, ARGV[9], '')
+end
+local accepted = {}
+if tonumber(r.accepted) > 0 then
+  for at = 0, tonumber(ARGV[6]) - 1 do
+    if redis.call('GETBIT', KEYS[4], tonumber(ARGV[5]) + at) == 1 then accepted[#accepted + 1] = at end
+  end
+end
+local published = tonumber(string.match(entry, '^%d+'))
+return { 'ok', tonumber(r.attempt), tonumber(r.infra), tonumber(r.data), now - tonumber(r.first_take), table.concat(accepted, ','),
+  math.max(0, now - published) }

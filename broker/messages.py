@@ -1,0 +1,174 @@
+"""What stands on the streams, as plain values: groups on the way out, rows, failures and notices on the way back.
+
+Every entry has plain-text fields that redis-cli shows and at most one binary field, `payload`. A foreign or broken entry gives a
+`ForeignEntryError`, never half a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from . import codec
+from .channel import Arg, Buffer, Payload
+from .errors import RolloutBusError
+
+
+class ForeignEntryError(RolloutBusError, ValueError):
+    """An entry that no rolloutbus process wrote, or that somebody changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEntry:
+    """A prompt group as a worker reads it: `rows` rows, the first of which has `_rowidx` `first_row`."""
+
+    entry: str
+    batch: str
+    group: int
+    client: str
+    route: str
+    rows: int
+    first_row: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ResultEntry:
+    """What came back for one group: rows (`kind` "rows"), its failure ("failed"), or a notice ("cancelled")."""
+
+    entry: str
+    kind: str
+    batch: str
+    group: int
+    row_indices: tuple[int, ...]
+    attempt: int
+    instance: str
+    timing: str
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an attempt failed, all plain data. `failure_class` is "infra" (worth another place) or "data"."""
+
+    failure_class: str
+    type: str
+    message: str
+    traceback: str = ""
+    instance: str = ""
+    attempt: int = 0
+    http_status: int | None = None
+
+    def packed(self) -> bytes:
+        return b"".join(codec.encode(asdict(self), where="failure"))
+
+    @classmethod
+    def unpacked(cls, payload: bytes) -> Failure:
+        return cls(**codec.decode(payload))
+
+
+def group_fields(
+    batch: str, group: int, client: str, route: str, rows: int, first_row: int, payload: Payload
+) -> tuple[Arg, ...]:
+    """Fields and values of a group's entry."""
+    return (
+        "kind", "group", "batch", batch, "group", group, "client", client, "route", route, "rows", rows,
+        "first_row", first_row, "payload", payload,
+    )  # fmt: skip
+
+
+def row_fields(
+    group: GroupEntry, positions: Sequence[int], attempt: int, instance: str, timing: str, payload: Payload
+) -> tuple[Arg, ...]:
+    """Fields and values of an entry that carries finished rows of one group."""
+    row_indices = ",".join([str(group.first_row + at) for at in positions])
+    return (
+        "kind", "rows", "batch", group.batch, "group", group.group, "route", group.route, "row_indices", row_indices,
+        "attempt", attempt, "instance", instance, "timing", timing, "payload", payload,
+    )  # fmt: skip
+
+
+def parse_group(entry: bytes, fields: Sequence[bytes]) -> GroupEntry:
+    """A groups stream's entry; raises `ForeignEntryError` naming the field that is missing or wrong."""
+    words = _words(fields)
+    try:
+        if words[b"kind"] != b"group":
+            raise ForeignEntryError(f"entry {entry.decode()} on a groups stream has kind {words[b'kind']!r}")
+        return GroupEntry(
+            entry.decode(), words[b"batch"].decode(), int(words[b"group"]), words[b"client"].decode(), words[b"route"].decode(),
+            int(words[b"rows"]), int(words[b"first_row"]), words[b"payload"],
+        )  # fmt: skip
+    except (KeyError, ValueError) as error:
+        raise ForeignEntryError(
+            f"entry {entry.decode()} on a groups stream is none of ours ({error!r})"
+        ) from None
+
+
+def parse_result(entry: bytes, fields: Sequence[bytes]) -> ResultEntry:
+    """A results stream's entry; raises `ForeignEntryError` naming the field that is missing or wrong."""
+    words = _words(fields)
+    try:
+        kind = words[b"kind"].decode()
+        if kind == "cancelled":
+            return ResultEntry(
+                entry.decode(), kind, words[b"batch"].decode(), -1, (), 0, "", "", words.get(b"reason", b"")
+            )
+        if kind == "failed":
+            first, count = int(words[b"first_row"]), int(words[b"rows"])
+            indices = tuple(range(first, first + count))
+        elif kind == "rows":
+            indices = tuple([int(word) for word in words[b"row_indices"].split(b",")])
+        else:
+            raise ForeignEntryError(f"entry {entry.decode()} on a results stream has kind {kind!r}")
+        return ResultEntry(
+            entry.decode(), kind, words[b"batch"].decode(), int(words[b"group"]), indices, int(words[b"attempt"]),
+            words[b"instance"].decode(), words.get(b"timing", b"").decode(), words[b"payload"],
+        )  # fmt: skip
+    except (KeyError, ValueError) as error:
+        raise ForeignEntryError(
+            f"entry {entry.decode()} on a results stream is none of ours ({error!r})"
+        ) from None
+
+
+def _words(fields: Sequence[bytes]) -> Mapping[bytes, bytes]:
+    pairs = iter(fields)
+    return dict(zip(pairs, pairs, strict=True)) if len(fields) % 2 == 0 else {}
+
+
+# Several rows share an entry: a msgpack array of alternating padding and row payload, so that arrays inside stay aligned.
+_ALIGN = 16
+
+
+def frame(payloads: Sequence[Payload]) -> Payload:
+    """Row payloads as one payload, without joining large buffers."""
+    out: list[Buffer] = [b"\xdd" + (2 * len(payloads)).to_bytes(4, "big")]
+    offset = 5
+    for payload in payloads:
+        pad = -(offset + 7) % _ALIGN
+        out.append(b"\xc4" + bytes([pad]) + bytes(pad) + b"\xc6" + payload.size.to_bytes(4, "big"))
+        out.extend(payload.buffers)
+        offset += 7 + pad + payload.size
+    return Payload(out, offset)
+
+
+def unframe(payload: bytes) -> list[memoryview]:
+    """The row payloads of an entry, as views; raises `ForeignEntryError` where the framing is broken."""
+    view, out, offset = memoryview(payload), list[memoryview](), 5
+    if len(payload) < offset or payload[0] != 0xDD:
+        raise ForeignEntryError("a results payload does not begin as one")
+    for _ in range(int.from_bytes(view[1:5], "big") // 2):
+        if offset + 2 > len(payload):
+            raise ForeignEntryError("a results payload is cut short")
+        start = offset + 2 + payload[offset + 1] + 5
+        size = int.from_bytes(view[start - 4 : start], "big")
+        if start + size > len(payload):
+            raise ForeignEntryError("a results payload is cut short")
+        out.append(view[start : start + size])
+        offset = start + size
+    return out
+
+
+def rows_payload(results: Sequence[Any]) -> Payload:
+    """Results encoded and framed, for tests and tools; the worker frames what it has encoded row by row."""
+    return frame([Payload.of(codec.encode(result)) for result in results])

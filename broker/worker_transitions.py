@@ -1,0 +1,301 @@
+"""The worker's atomic steps, each the typed face of one Lua script of the same name.
+
+All of them may be repeated after a lost reply: the attempt's token tells a repetition from somebody else's write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .channel import Arg, Command, Payload
+from .errors import BrokerFullError
+from .keys import GROUP_NAME, Keys
+from .messages import Failure, GroupEntry, row_fields
+from .scripts import SCRIPTS
+from .settings import BrokerSettings
+from .shard_records import parse_record
+from .steps import Runner, Step, run_step, run_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who works: `label` never changes in an instance's life, `consumer` is new with each process."""
+
+    shard: str
+    label: str
+    incarnation: str
+    host: str = ""
+    pid: int = 0
+
+    @property
+    def consumer(self) -> str:
+        return f"{self.label}:{self.incarnation}"
+
+
+class Taken(NamedTuple):
+    """What `take` said. `status` is ok, stale, gone, parked, dead or unknown; `age_ms` counts from the group's first take,
+    `queued_ms` from its publication, both on the broker's clock."""
+
+    status: str
+    attempt: int = 0
+    infra_failures: int = 0
+    data_failures: int = 0
+    age_ms: int = 0
+    accepted: frozenset[int] = frozenset()
+    queued_ms: int = 0
+
+
+class Claimed(NamedTuple):
+    """What `claim` found: entries to read and take, ms until the next retry is due (None: none), groups parked."""
+
+    entries: list[str]
+    next_due_ms: int | None
+    parked: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One delivery of a group to this instance, and the token that proves it."""
+
+    group: GroupEntry
+    token: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Finished rows that share an entry: their positions in the group and one framed payload."""
+
+    positions: tuple[int, ...]
+    payload: Payload
+    timing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Rows of one attempt that go to the broker in one step; `finish` ends the group with it."""
+
+    attempt: Attempt
+    rows: Sequence[Rows]
+    finish: bool
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        return tuple(at for rows in self.rows for at in rows.positions)
+
+    def without(self, accepted: frozenset[int]) -> Sequence[Rows]:
+        """Those rows of which nothing is accepted yet."""
+        return [rows for rows in self.rows if not accepted.intersection(rows.positions)]
+
+
+class Accepted(NamedTuple):
+    """ok, repeated (both: it is in the broker), stale, gone, incomplete, or duplicate with the positions accepted before."""
+
+    status: str
+    unread_bytes: int = 0
+    detail: str = ""
+
+    @property
+    def seen(self) -> frozenset[int]:
+        return (
+            frozenset(int(at) for at in self.detail.split(",") if at)
+            if self.status == "duplicate"
+            else frozenset()
+        )
+
+
+class HeldGroup(NamedTuple):
+    """What a renewal must say of each group."""
+
+    batch: str
+    entry: str
+    group: int
+    token: str
+
+
+def _positions(raw: bytes) -> frozenset[int]:
+    return frozenset(int(at) for at in raw.split(b",") if at)
+
+
+class WorkerTransitions:
+    """One instance's steps over `runner`; safe to use from several tasks."""
+
+    def __init__(self, runner: Runner, keys: Keys, settings: BrokerSettings, identity: Identity) -> None:
+        self._runner = runner
+        self._keys = keys
+        self.settings = settings
+        self._identity = identity
+        self._groups = keys.groups(identity.shard)
+        self._delayed = keys.delayed(identity.shard)
+        self._parked = keys.parked(identity.shard)
+
+    async def prepare(self) -> None:
+        """Make sure that the shard's stream and consumer group exist; entries from before count too."""
+        replies = await self._runner.run([("XGROUP", "CREATE", self._groups, GROUP_NAME, "0", "MKSTREAM")])
+        if "BUSYGROUP" not in str(replies[0]) and replies[0] != b"OK":
+            raise replies[0]
+        await self._runner.run([("PEXPIRE", self._groups, self.settings.key_ttl_ms)])
+
+    def read_command(self, count: int, block_ms: int) -> Command:
+        """A blocking read of new entries, for a channel of its own."""
+        return (
+            "XREADGROUP", "GROUP", GROUP_NAME, self._identity.consumer, "COUNT", count, "BLOCK", block_ms, "STREAMS", self._groups, ">",
+        )  # fmt: skip
+
+    async def unseen(self) -> list[Any]:
+        """Entries that were delivered to this consumer; after a reconnect some may never have been seen."""
+        reply = (
+            await self._runner.run(
+                [("XREADGROUP", "GROUP", GROUP_NAME, self._identity.consumer, "STREAMS", self._groups, "0")]
+            )
+        )[0]
+        return reply[0][1] if isinstance(reply, list) and reply else []  # pyright: ignore[reportUnknownVariableType]
+
+    async def fetch(self, entries: Sequence[str]) -> list[Any]:
+        """Raw entries by id, those that are gone left out."""
+        replies = await self._runner.run([("XRANGE", self._groups, entry, entry) for entry in entries])
+        return [reply[0] for reply in replies if isinstance(reply, list) and reply]
+
+    async def take(self, group: GroupEntry, token: str, *, observing: bool, crash_limit: int) -> Taken:
+        """Turn a delivered entry into an attempt under `token`, or learn why not."""
+        keys, at = self._keys, self.settings
+        crash = Failure(
+            "infra",
+            "InstanceDied",
+            f"{crash_limit} instances died or lost their lease while they ran this group",
+        )
+        command = SCRIPTS["take"].call(
+            [keys.batch(group.batch), self._groups, keys.owner(group.client), keys.accepted(group.batch), self._parked,
+             keys.results(group.client, self._identity.shard), keys.dead, keys.events],
+            group.batch, group.group, group.route, group.entry, group.first_row, group.rows, token, self._identity.consumer,
+            self._identity.label, int(observing), at.lease_ms, at.abandon_ms, crash_limit, crash.packed(),
+        )  # fmt: skip
+        reply = (await run_step(self._runner, command))[0]
+        if reply[0] != b"ok":
+            return Taken(reply[0].decode())
+        return Taken("ok", reply[1], reply[2], reply[3], reply[4], _positions(reply[5]), reply[6])
+
+    async def claim(self, limit: int, *, observing: bool, alone: bool) -> Claimed:
+        """Take over what may run again: due retries, parked groups with room, expired leases (only when `observing`)."""
+        command = SCRIPTS["claim"].call(
+            [self._groups, self._delayed, self._parked],
+            self._identity.consumer, self._identity.label, self.settings.lease_ms, limit, int(observing), int(alone),
+            self._keys.prefix, self.settings.abandon_ms,
+        )  # fmt: skip
+        entries, due, parked = (await run_step(self._runner, command))[0]
+        return Claimed([entry.decode() for entry in entries], None if due < 0 else due, parked)
+
+    async def renew(self, held: Sequence[HeldGroup], slots: int, *, observing: bool) -> list[str] | None:
+        """Sign of life and renewal of all `held`; per group ok, lost or gone. None: the label belongs to another process now."""
+        batches = list(dict.fromkeys(group.batch for group in held))
+        places = {batch: at + 4 for at, batch in enumerate(batches)}
+        me, at = self._identity, self.settings
+        words: list[Arg] = []
+        for group in held:
+            words += [places[group.batch], group.entry, group.group, group.token]
+        command = SCRIPTS["renew"].call(
+            [self._groups, self._keys.instance(me.label), self._keys.shards, *map(self._keys.batch, batches)],
+            me.consumer, me.incarnation, at.instance_ttl_ms, at.key_ttl_ms, at.lease_ms, at.abandon_ms, int(observing), self._keys.prefix,
+            me.host, me.pid, len(held), slots, me.shard, *words,
+        )  # fmt: skip
+        reply = (await run_step(self._runner, command))[0]
+        return None if reply[0] != b"ok" else [word.decode() for word in reply[1:]]
+
+    async def register(self) -> None:
+        """Take the label over: an older process under it will see that and stop."""
+        await self._runner.run([("DEL", self._keys.instance(self._identity.label))])
+        await self.renew([], 0, observing=False)
+
+    async def accept(self, acceptances: Sequence[Acceptance]) -> list[Accepted]:
+        """Put finished rows into the broker, each acceptance all or nothing; at `maxmemory` the slower way that always finishes."""
+        answers = await run_steps(self._runner, [self._accept_step(acceptance) for acceptance in acceptances])
+        return [
+            await self._accepted(acceptance, answer)
+            for acceptance, answer in zip(acceptances, answers, strict=True)
+        ]
+
+    async def _accepted(self, acceptance: Acceptance, answer: list[Any] | Exception) -> Accepted:
+        if isinstance(answer, BrokerFullError):
+            answer = await run_step(self._runner, self._accept_command(acceptance, inline=True))
+        if isinstance(answer, Exception):
+            raise answer
+        status, unread, detail = answer[-1]
+        return Accepted(status.decode(), unread, detail.decode())
+
+    def _accept_step(self, acceptance: Acceptance) -> Step:
+        results = self._keys.results(acceptance.attempt.group.client, self._identity.shard)
+        adds = [
+            ("XADD", results, "NOMKSTREAM", "*", *self._fields(acceptance.attempt, rows))
+            for rows in acceptance.rows
+        ]
+        return [*adds, self._accept_command(acceptance, inline=False)]
+
+    def _fields(self, attempt: Attempt, rows: Rows) -> tuple[Arg, ...]:
+        return row_fields(
+            attempt.group, rows.positions, attempt.number, self._identity.label, rows.timing, rows.payload
+        )
+
+    def _accept_command(self, acceptance: Acceptance, *, inline: bool) -> Command:
+        attempt, keys = acceptance.attempt, self._keys
+        group = attempt.group
+        words: list[Arg] = []
+        for rows in acceptance.rows if inline else ():
+            fields = self._fields(attempt, rows)
+            words += [len(fields), *fields]
+        return SCRIPTS["accept"].call(
+            [keys.batch(group.batch), keys.accepted(group.batch), keys.results(group.client, self._identity.shard), self._groups, keys.events],
+            group.batch, group.group, attempt.token, group.entry, 0 if inline else len(acceptance.rows),
+            sum(rows.payload.size for rows in acceptance.rows), int(acceptance.finish), group.rows, group.first_row,
+            ",".join(map(str, acceptance.positions)), self._identity.label, *words,
+        )  # fmt: skip
+
+    async def fail(self, attempt: Attempt, failure: Failure, *, limit: int, delay_s: float) -> str:
+        """Report a failed attempt: retry, dead (its class has used `limit` attempts up), stale or gone."""
+        group, keys = attempt.group, self._keys
+        failure = dataclasses.replace(failure, instance=self._identity.label, attempt=attempt.number)
+        command = SCRIPTS["fail"].call(
+            [keys.batch(group.batch), self._groups, self._delayed, keys.results(group.client, self._identity.shard), keys.dead, keys.events],
+            group.batch, group.group, group.route, group.entry, group.first_row, group.rows, attempt.token, self._identity.label,
+            failure.failure_class, limit, int(delay_s * 1000), failure.packed(), f"{failure.type}: {failure.message}"[:300],
+        )  # fmt: skip
+        return (await run_step(self._runner, command))[0][0].decode()
+
+    async def release(self, attempt: Attempt) -> str:
+        """Hand a group back in good order; it counts as no failure."""
+        group, keys = attempt.group, self._keys
+        command = SCRIPTS["release"].call(
+            [keys.batch(group.batch), self._groups, self._delayed, keys.events],
+            group.batch, group.group, group.entry, attempt.token, self._identity.label,
+        )  # fmt: skip
+        return (await run_step(self._runner, command))[0][0].decode()
+
+    async def set_aside(self, entry: str, reason: str) -> None:
+        """Move a stranger's entry to the dead letters."""
+        await run_step(
+            self._runner,
+            SCRIPTS["set_aside"].call([self._groups, self._keys.dead, self._keys.events], entry, reason),
+        )
+
+    async def peers_alive(self) -> bool:
+        """Whether another instance of this shard shows signs of life."""
+        record = (await self._runner.run([("HGET", self._keys.shards, self._identity.shard)]))[0]
+        known = parse_record(record if isinstance(record, bytes) else None)
+        labels = (
+            [label for label in known.instances(self._identity.shard) if label != self._identity.label]
+            if known
+            else []
+        )
+        if not labels:
+            return False
+        return bool((await self._runner.run([("EXISTS", *map(self._keys.instance, labels))]))[0])
+
+    async def leave(self) -> None:
+        """Take this instance off the books; called when it stops for good."""
+        me = self._identity
+        await run_step(
+            self._runner,
+            SCRIPTS["leave"].call([self._groups, self._keys.instance(me.label)], me.consumer, me.incarnation),
+        )

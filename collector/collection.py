@@ -1,0 +1,185 @@
+"""One batch on its way back: rows become groups, groups are handed on in completion order, books are kept.
+
+A row counts once, whatever comes again after a broker's restart. A group's entries stay on the broker until the trainer asks for what
+comes after it, so that a trainer that dies gets it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..broker import codec
+from ..broker.errors import BatchCancelledError, BatchError, DecodeError
+from ..broker.intervals import IntervalUnion
+from ..broker.messages import Failure, ForeignEntryError, ResultEntry, unframe
+from .accumulator import PromptGroupAccumulator
+from .groups import CompletedGroup, GroupFailure, Origin
+from .timing import TimingLedger
+
+log = logging.getLogger("rolloutbus.collector")
+
+GroupOutcome = CompletedGroup | GroupFailure
+
+
+@dataclass(slots=True)
+class Sink:
+    """Where a batch's outcomes go. `on_row(row_index, result, group it completes or None)` is called as rows come, where rows are wanted."""
+
+    on_group: Callable[[GroupOutcome], None]
+    on_error: Callable[[BaseException], None]
+    on_row: Callable[[int, Any, int | None], None] | None = None
+    is_over: Callable[[], bool] = bool
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """One group's entries on the broker, and where its rows came from."""
+
+    entries: dict[str, int] = field(default_factory=dict[str, int])
+    origins: dict[int, Origin] = field(default_factory=dict[int, Origin])
+    since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Entries of groups that the trainer has: they may go."""
+
+    batch: str
+    shard: str
+    groups: Sequence[int]
+    entries: Sequence[str]
+    size: int
+
+
+class BatchCollection:
+    """Collects the batch `batch`: `rows` in input order, groups of `num_generations`, `shards[group]` the shard of each."""
+
+    def __init__(
+        self, batch: str, rows: Sequence[dict[str, Any]], num_generations: int, shards: Sequence[str], sink: Sink
+    ) -> None:
+        self.batch = batch
+        self.timing = TimingLedger()
+        self.completed = 0
+        self.failed = 0
+        self.duplicate_rows = 0
+        self.last_progress = time.monotonic()
+        self.collecting = IntervalUnion()
+        self._rows = rows
+        self._size = num_generations
+        self._shards = shards
+        self._sink = sink
+        self._accumulator = PromptGroupAccumulator(rows, num_generations, allow_mixed_routes=True)
+        self._incoming: dict[int, _Incoming] = {}
+        self._handed: set[int] = set()
+
+    @property
+    def groups(self) -> int:
+        return len(self._shards)
+
+    @property
+    def all_ended(self) -> bool:
+        return self._accumulator.is_complete
+
+    def ended(self, group: int) -> bool:
+        return self._accumulator.has_ended(group)
+
+    def unfinished(self) -> list[int]:
+        """Groups of which something is still to come."""
+        return [group for group in range(self.groups) if not self._accumulator.has_ended(group)]
+
+    def skip(self, group: int, *, completed: bool) -> None:
+        """A group that ended before this process's time (resume): it does not come again."""
+        self._accumulator.give_up(group)
+        self.completed += completed
+        self._handed.add(group)
+
+    def add(self, entry: ResultEntry) -> list[Handover]:
+        """Take one entry in; returns what may be deleted at once because the trainer had it before."""
+        if entry.kind == "cancelled":
+            reason = entry.payload.decode(errors="replace") or "no reason given"
+            self._sink.on_error(BatchCancelledError(f"batch {self.batch} was cancelled by an operator: {reason}"))
+            return []
+        if not 0 <= entry.group < self.groups:
+            raise ForeignEntryError(f"entry {entry.entry} names group {entry.group} of batch {self.batch}, which has {self.groups}")
+        if entry.group in self._handed:
+            return [Handover(self.batch, self._shards[entry.group], [], [entry.entry], 0)]
+        incoming = self._incoming.setdefault(entry.group, _Incoming(since=time.monotonic()))
+        if entry.entry in incoming.entries:
+            return []
+        incoming.entries[entry.entry] = len(entry.payload)
+        self.last_progress = time.monotonic()
+        if entry.kind == "failed":
+            self._fail(entry)
+        else:
+            self._add_rows(entry, incoming)
+        return []
+
+    def _add_rows(self, entry: ResultEntry, incoming: _Incoming) -> None:
+        origin = Origin(entry.instance, entry.attempt)
+        self.timing.note(entry.instance, entry.timing)
+        try:
+            results = [codec.decode(view) for view in unframe(entry.payload)]
+        except (DecodeError, ForeignEntryError) as error:
+            self._sink.on_error(BatchError(f"the results of group {entry.group} (entry {entry.entry}) cannot be read: {error}"))
+            return
+        for row_index, result in zip(entry.row_indices, results, strict=True):
+            self._add_row(row_index, result, origin, incoming)
+
+    def _add_row(self, row_index: int, result: Any, origin: Origin, incoming: _Incoming) -> None:
+        if self._accumulator.has(row_index):
+            self.duplicate_rows += 1
+            return
+        incoming.origins[row_index] = origin
+        results = self._accumulator.add(row_index, result)
+        if self._sink.on_row is not None:
+            self._sink.on_row(row_index, result, None if results is None else row_index // self._size)
+        if results is not None:
+            self._complete(row_index // self._size, results, incoming)
+
+    def _complete(self, group: int, results: list[Any], incoming: _Incoming) -> None:
+        self.completed += 1
+        first = group * self._size
+        origins = [incoming.origins[index] for index in range(first, first + self._size)]
+        for label in {origin.instance for origin in origins}:
+            self.timing.count_group(label)
+        self.collecting.add(incoming.since, time.monotonic())
+        rows = self._rows[first : first + self._size]
+        self._sink.on_group(CompletedGroup(f"{self.batch}:{group}", group, rows, results, origins))
+
+    def _fail(self, entry: ResultEntry) -> None:
+        if self._accumulator.has_ended(entry.group):
+            return
+        self.fail(entry.group, Failure.unpacked(entry.payload))
+
+    def fail(self, group: int, failure: Failure) -> None:
+        """The group failed for good."""
+        if self._accumulator.has_ended(group):
+            return
+        self.failed += 1
+        self._accumulator.give_up(group)
+        first = group * self._size
+        indices = range(first, first + self._size)
+        self._sink.on_group(GroupFailure.of(f"{self.batch}:{group}", group, indices, failure))
+
+    def error(self, error: BaseException) -> None:
+        """The batch cannot go on."""
+        self._sink.on_error(error)
+
+    def hand_over(self, groups: Sequence[int]) -> list[Handover]:
+        """The trainer has these groups; what of them may be deleted on the broker, by shard."""
+        by_shard: dict[str, list[int]] = {}
+        for group in groups:
+            if group not in self._handed:
+                by_shard.setdefault(self._shards[group], []).append(group)
+        self._handed.update(groups)
+        return [self._handover(shard, members) for shard, members in by_shard.items()]
+
+    def _handover(self, shard: str, groups: list[int]) -> Handover:
+        entries: Mapping[str, int] = {
+            entry: size for group in groups if group in self._incoming for entry, size in self._incoming.pop(group).entries.items()
+        }
+        return Handover(self.batch, shard, groups, list(entries), sum(entries.values()))

@@ -1,0 +1,62 @@
+"""Merging several result streams into one, in completion order. Pure asyncio: no broker, no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any, TypeVar
+
+from ..broker.errors import RolloutBusError
+
+Item = TypeVar("Item")
+
+
+class SourceFailedError(RolloutBusError, RuntimeError):
+    """One of the merged streams raised; its label is in the message, its error is the cause."""
+
+    def __init__(self, label: str, error: BaseException) -> None:
+        self.label = label
+        super().__init__(f"the results of {label} ended with {type(error).__name__}: {error}")
+
+
+async def merge_shard_streams(streams: Mapping[str, AsyncIterator[Item]]) -> AsyncGenerator[Item, None]:
+    """Yield the items of all `streams` (`{instance label: async iterator}`) as they complete.
+
+    Raises `SourceFailedError` naming the stream that failed. Closed early, failing or cancelled, it cancels what is pending and
+    closes every source before it returns.
+    """
+    pending: dict[asyncio.Future[Item], str] = {}
+    try:
+        for label, stream in streams.items():
+            pending[_next(stream)] = label
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                label = pending.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                except Exception as error:
+                    raise SourceFailedError(label, error) from error
+                pending[_next(streams[label])] = label
+                yield item
+    finally:
+        await _close(pending, streams)
+
+
+def _next(stream: AsyncIterator[Item]) -> asyncio.Future[Item]:
+    async def step() -> Item:
+        return await anext(stream)
+
+    return asyncio.ensure_future(step())
+
+
+async def _close(pending: Mapping[asyncio.Future[Any], str], streams: Mapping[str, AsyncIterator[Any]]) -> None:
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    for stream in streams.values():
+        close = getattr(stream, "aclose", None)
+        if close is not None:
+            await asyncio.gather(close(), return_exceptions=True)

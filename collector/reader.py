@@ -1,0 +1,274 @@
+"""One reader per client: it reads all its result streams with one XREAD, merges in completion order, and feeds the batches.
+
+Entries are read, not taken: they stay on the broker until their group has been handed over. After a broker's restart everything is
+read again from the start; what was seen is dropped by the batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from redis.backoff import ExponentialWithJitterBackoff
+
+from ..broker.channel import Channel, Command, Link, ReplyError
+from ..broker.client_transitions import ClientTransitions
+from ..broker.errors import BrokerTimeoutError, BrokerUnavailableError, OwnershipLostError, RolloutBusError
+from ..broker.handshake import translate
+from ..broker.keys import Keys
+from ..broker.messages import ForeignEntryError, ResultEntry, parse_result
+from ..broker.settings import BrokerSettings
+from .collection import BatchCollection, Handover
+
+log = logging.getLogger("rolloutbus.collector")
+
+# About this much per read: larger reads halve the rate (measured), smaller ones cost round trips.
+READ_BYTES = 1 << 20
+MAX_COUNT = 512
+MAX_ENTRIES_HANDED = 1000
+
+
+class Collector:
+    """Reads for the client of `transitions`. `on_restart` is called when the broker that answers is another process than before."""
+
+    def __init__(
+        self,
+        settings: BrokerSettings,
+        keys: Keys,
+        link: Link,
+        transitions: ClientTransitions,
+        on_restart: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._settings = settings
+        self._keys = keys
+        self._link = link
+        self._transitions = transitions
+        self._on_restart = on_restart
+        self._batches: dict[str, BatchCollection] = {}
+        self._cursors: dict[str, str] = {}
+        self._channel: Channel | None = None
+        self._run_id = ""
+        self._reading = False
+        self._reads = 0
+        self._work = asyncio.Event()
+        self._handovers: deque[Handover] = deque()
+        self._handover_due = asyncio.Event()
+        self._handover_done = asyncio.Event()
+        self._entry_bytes = 1024.0
+
+    @property
+    def shards(self) -> list[str]:
+        """Shards whose result streams are read."""
+        return list(self._cursors)
+
+    @property
+    def batches(self) -> list[BatchCollection]:
+        return list(self._batches.values())
+
+    async def attach(self, batch: BatchCollection, shards: Sequence[str], *, from_start: bool = False) -> None:
+        """Begin to collect `batch` from the streams of `shards`; `from_start` also what came before."""
+        self._batches[batch.batch] = batch
+        known = len(self._cursors)
+        for shard in shards:
+            self._cursors.setdefault(shard, "0-0")
+        if from_start:
+            self._rewind()
+        self._work.set()
+        if len(self._cursors) != known or from_start:
+            await self._interrupt()
+
+    def detach(self, batch: str) -> None:
+        """The batch is over; what still comes for it is deleted."""
+        self._batches.pop(batch, None)
+        if not self._batches:
+            self._work.clear()
+
+    def hand_over(self, batch: str, groups: Sequence[int]) -> None:
+        """The trainer has these groups; their entries are deleted soon."""
+        collection = self._batches.get(batch)
+        if collection is not None and groups:
+            self._let_go(collection.hand_over(groups))
+
+    async def handed_over(self) -> None:
+        """Return when every hand-over so far is on the broker."""
+        while self._handovers or not self._handover_done.is_set():
+            await self._handover_done.wait()
+            await asyncio.sleep(0)
+
+    def _let_go(self, handovers: Sequence[Handover]) -> None:
+        if handovers:
+            self._handovers.extend(handovers)
+            self._handover_done.clear()
+            self._handover_due.set()
+
+    async def run(self) -> None:
+        """Read until cancelled."""
+        self._handover_done.set()
+        flusher = asyncio.create_task(self._hand_over_for_ever(), name="hand-over")
+        try:
+            await self._read_for_ever()
+        finally:
+            flusher.cancel()
+            await asyncio.gather(flusher, return_exceptions=True)
+            if self._channel is not None:
+                await self._channel.close()
+
+    async def _read_for_ever(self) -> None:
+        backoff, failures = ExponentialWithJitterBackoff(cap=1.0, base=0.02), 0
+        while True:
+            await self._work.wait()
+            try:
+                entries = await self._read()
+                failures = 0
+            except (BrokerUnavailableError, BrokerTimeoutError) as error:
+                failures += 1
+                if failures in (1, 10) or failures % 60 == 0:
+                    log.warning("collector: waiting for the broker (%s)", error)
+                await asyncio.sleep(backoff.compute(min(failures, 12)))
+                continue
+            await self._dispatch(entries)
+
+    async def _read(self) -> list[tuple[str, Any]]:
+        """The next entries of all streams, (shard, raw entry), oldest first."""
+        channel = await self._connected()
+        streams = list(self._cursors)
+        self._reads += 1
+        self._reading = True
+        try:
+            reply = (await channel.send([self._read_command(streams)]))[0]
+        finally:
+            self._reading = False
+        if isinstance(reply, ReplyError):
+            if str(reply).startswith("UNBLOCKED"):
+                return []
+            raise translate(reply, "the broker")
+        return self._ordered(reply or [])
+
+    def _read_command(self, streams: Sequence[str]) -> Command:
+        count = max(1, min(MAX_COUNT, int(READ_BYTES / self._entry_bytes)))
+        names = [self._keys.results(self._transitions.client, shard) for shard in streams]
+        cursors = [self._cursors[shard] for shard in streams]
+        return ("XREAD", "COUNT", count, "BLOCK", int(self._settings.block_s * 1000), "STREAMS", *names, *cursors)
+
+    def _ordered(self, reply: Sequence[Any]) -> list[tuple[str, Any]]:
+        entries: list[tuple[str, Any]] = []
+        prefix = len(self._keys.results(self._transitions.client, ""))
+        for name, found in reply:
+            shard = name.decode()[prefix:]
+            entries.extend((shard, raw) for raw in found)
+            # A transaction that deleted what it had added wakes the read with no entry at all.
+            if found and shard in self._cursors:
+                self._cursors[shard] = found[-1][0].decode()
+        if len(reply) > 1:
+            entries.sort(key=lambda item: _order(item[1][0]))
+        return entries
+
+    async def _connected(self) -> Channel:
+        if self._channel is not None and not self._channel.broken:
+            return self._channel
+        if self._channel is not None:
+            await self._channel.close()
+        self._channel = await Channel.open(self._settings, f"collector:{self._transitions.client}", self._settings.block_s + 2.0)
+        run_id = self._channel.hello.run_id
+        if self._run_id and run_id != self._run_id:
+            log.warning("the broker was restarted; reading all results again and looking for what is missing")
+            self._rewind()
+            self._on_restart()
+        self._run_id = run_id
+        return self._channel
+
+    def _rewind(self) -> None:
+        self._cursors = dict.fromkeys(self._cursors, "0-0")
+
+    async def _dispatch(self, entries: Sequence[tuple[str, Any]]) -> None:
+        strangers: dict[str, list[tuple[str, str]]] = {}
+        size = 0
+        for shard, (entry_id, fields) in entries:
+            try:
+                entry = parse_result(entry_id, fields)
+                size += len(entry.payload)
+                self._feed(shard, entry, strangers)
+            except ForeignEntryError as error:
+                log.error("an entry is not one of ours and is deleted: %s", error)
+                self._let_go([Handover("-", shard, [], [entry_id.decode()], 0)])
+        if entries:
+            self._entry_bytes = 0.5 * self._entry_bytes + 0.5 * max(256.0, size / len(entries))
+        if strangers:
+            await self._drop_left_over(strangers)
+
+    def _feed(self, shard: str, entry: ResultEntry, strangers: dict[str, list[tuple[str, str]]]) -> None:
+        batch = self._batches.get(entry.batch)
+        if batch is None:
+            strangers.setdefault(entry.batch, []).append((shard, entry.entry))
+            return
+        self._let_go(batch.add(entry))
+
+    async def _drop_left_over(self, strangers: dict[str, list[tuple[str, str]]]) -> None:
+        """Delete results of batches that are over; a batch that still exists may yet be resumed."""
+        try:
+            alive = await self._link.run([("EXISTS", self._keys.batch(batch)) for batch in strangers])
+        except RolloutBusError as error:
+            log.warning("cannot look up %d unknown batches (%s)", len(strangers), error)
+            return
+        for (_, found), exists in zip(strangers.items(), alive, strict=True):
+            for shard, entry in found if not exists else ():
+                self._let_go([Handover("-", shard, [], [entry], 0)])
+
+    async def _hand_over_for_ever(self) -> None:
+        while True:
+            await self._handover_due.wait()
+            self._handover_due.clear()
+            while self._handovers:
+                due = _joined(self._handovers)
+                for handover in due:
+                    await self._hand_over_one(handover)
+            self._handover_done.set()
+
+    async def _hand_over_one(self, handover: Handover) -> None:
+        if not handover.entries:
+            return
+        try:
+            status = await self._transitions.handed(
+                handover.batch, handover.shard, handover.groups, handover.entries, handover.size
+            )
+        except RolloutBusError as error:
+            log.warning("could not acknowledge %d entries of batch %s (%s)", len(handover.entries), handover.batch, error)
+            return
+        batch = self._batches.get(handover.batch)
+        if status == "not-owner" and batch is not None:
+            batch.error(OwnershipLostError(f"another process holds client {self._transitions.client!r} now; this one ends"))
+
+    async def _interrupt(self) -> None:
+        """End a blocked read so that the next one sees the new streams and cursors; repeated, because it races with its begin."""
+        read = self._reads
+        while self._reading and self._reads == read and self._channel is not None and not self._channel.broken:
+            await self._link.run([("CLIENT", "UNBLOCK", self._channel.hello.client_id)])
+            await asyncio.sleep(0.005)
+
+
+def _order(entry_id: bytes) -> tuple[int, int]:
+    milliseconds, _, number = entry_id.partition(b"-")
+    return int(milliseconds), int(number)
+
+
+def _joined(handovers: deque[Handover]) -> list[Handover]:
+    """Waiting hand-overs, those of the same batch and shard as one, as many as one call of a script may name."""
+    joined: dict[tuple[str, str], list[Handover]] = {}
+    entries = 0
+    while handovers and entries < MAX_ENTRIES_HANDED:
+        entries += len(handovers[0].entries)
+        handover = handovers.popleft()
+        joined.setdefault((handover.batch, handover.shard), []).append(handover)
+    return [
+        Handover(
+            batch,
+            shard,
+            [group for part in parts for group in part.groups],
+            [entry for part in parts for entry in part.entries],
+            sum(part.size for part in parts),
+        )
+        for (batch, shard), parts in joined.items()
+    ]

@@ -1,0 +1,202 @@
+"""Looking after what a batch waits for: deadlines, shards without an instance, groups that vanished, and a word about each stall.
+
+No wait is silent or endless: every group that is still out is either running under a lease, due at a known time, or ended here with
+a reason. Absence counts only while this process was connected.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..broker.channel import Link, Payload
+from ..broker.client_transitions import ClientTransitions, OutgoingGroup
+from ..broker.errors import NoInstanceError, UnknownBatchError
+from ..broker.keys import Keys
+from ..broker.messages import Failure
+from ..broker.settings import BrokerSettings
+from ..broker.shard_records import ShardRecord, parse_record
+from .collection import BatchCollection
+
+log = logging.getLogger("rolloutbus.collector")
+
+_ENDED = frozenset({"done", "handed", "failed"})
+_SHOWN = 5
+
+
+class GroupState(NamedTuple):
+    """One group's record on the broker."""
+
+    group: int
+    status: str
+    attempt: int
+    instance: str
+    entry: str
+    first_take_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A batch under watch: what is collected of it, and for each group its shard, route, rows and first row."""
+
+    collection: BatchCollection
+    groups: Sequence[OutgoingGroup]
+    entries: Mapping[int, str]
+
+
+def outline(batch: str, group: int, shard: str, route: str, rows: int, first_row: int) -> OutgoingGroup:
+    """A group without its payload, to speak of it."""
+    return OutgoingGroup(batch, group, shard, route, rows, first_row, Payload((), 0))
+
+
+def parse_state(group: int, raw: bytes) -> GroupState:
+    """A record `g:<group>` of the batch hash, see prelude.lua."""
+    status, attempt, _, instance, entry, _, _, _, _, first_take = raw.decode().split(" ")
+    return GroupState(group, status, int(attempt), instance, entry, int(first_take))
+
+
+class Sweeper:
+    """Sweeps the batches of one client."""
+
+    def __init__(self, settings: BrokerSettings, keys: Keys, link: Link, transitions: ClientTransitions) -> None:
+        self._settings = settings
+        self._keys = keys
+        self._link = link
+        self._transitions = transitions
+        self._absent_since: dict[str, float] = {}
+        self._warned: dict[str, float] = {}
+
+    async def sweep(self, watched: Watched) -> None:
+        """Look once at every group that is still out, and end those that nobody will bring."""
+        batch = watched.collection.batch
+        out = watched.collection.unfinished()
+        if not out:
+            return
+        replies = await self._link.run(
+            [("TIME",), ("HMGET", self._keys.batch(batch), "state", *(f"g:{group}" for group in out)), ("HGETALL", self._keys.shards)]
+        )
+        now_ms = int(replies[0][0]) * 1000 + int(replies[0][1]) // 1000
+        if replies[1][0] is None:
+            watched.collection.error(UnknownBatchError(f"batch {batch} is gone from the broker; somebody deleted or closed it"))
+            return
+        states = [parse_state(group, raw) for group, raw in zip(out, replies[1][1:], strict=True) if raw]
+        records = _records(replies[2])
+        alive = await self._alive(records)
+        await self._expire_late(watched, states, records, now_ms)
+        await self._expire_unhosted(watched, states, records, alive)
+        await self._expire_vanished(watched, states)
+        self._warn_of_stall(watched, states, alive)
+
+    async def _alive(self, records: Mapping[str, ShardRecord]) -> dict[str, list[str]]:
+        """Shard → labels of its instances that show signs of life."""
+        labels = [(shard, label) for shard, record in records.items() for label in record.instances(shard)]
+        if not labels:
+            return {}
+        found = await self._link.run([("EXISTS", self._keys.instance(label)) for _, label in labels])
+        alive: dict[str, list[str]] = {shard: [] for shard in records}
+        for (shard, label), exists in zip(labels, found, strict=True):
+            if exists:
+                alive[shard].append(label)
+        return alive
+
+    async def _expire_late(
+        self, watched: Watched, states: Iterable[GroupState], records: Mapping[str, ShardRecord], now_ms: int
+    ) -> None:
+        if not self._link.watched_for(self._settings.lease_s):
+            return
+        for state in states:
+            record = records.get(watched.groups[state.group].shard)
+            # The worker ends its own group on time; one lease later nobody else will.
+            limit = (record.group_timeout_s if record else 3600.0) + self._settings.lease_s
+            if state.status not in _ENDED and state.first_take_ms and now_ms - state.first_take_ms > limit * 1000:
+                failure = Failure("infra", "DeadlineExceededError", f"not finished within {limit:g} s, last held by {state.instance}")
+                await self._expire(watched, state, "deadline", limit, failure)
+
+    async def _expire_unhosted(
+        self, watched: Watched, states: Iterable[GroupState], records: Mapping[str, ShardRecord], alive: Mapping[str, Sequence[str]]
+    ) -> None:
+        for shard in {watched.groups[state.group].shard for state in states}:
+            if alive.get(shard):
+                self._absent_since.pop(shard, None)
+                continue
+            record = records.get(shard)
+            if record and record.lost:
+                watched.collection.error(NoInstanceError(f"shard {shard} has no instance left and gets none: {record.lost}"))
+                continue
+            if not self._link.watched_for(self._settings.lease_s):
+                self._absent_since.pop(shard, None)
+                continue
+            absent = time.monotonic() - self._absent_since.setdefault(shard, time.monotonic())
+            if absent < self._settings.no_instance_timeout_s:
+                continue
+            failure = Failure("infra", "NoInstanceError", f"no live instance of shard {shard} for {absent:.0f} s; is its fleet up?")
+            for state in states:
+                if watched.groups[state.group].shard == shard and state.status not in _ENDED and state.status != "running":
+                    await self._expire(watched, state, "no_instance", 0, failure)
+
+    async def _expire_vanished(self, watched: Watched, states: Sequence[GroupState]) -> None:
+        """A group whose entry was deleted by hand is met by nobody any more; a done one without results neither."""
+        quiet = time.monotonic() - watched.collection.last_progress
+        if quiet < self._settings.sweep_every_s:
+            return
+        for shard in dict.fromkeys(watched.groups[state.group].shard for state in states):
+            mine = [state for state in states if watched.groups[state.group].shard == shard]
+            out = [state for state in mine if state.status not in _ENDED]
+            stream = self._keys.groups(shard)
+            # The entries themselves carry payloads; they are asked for only when the stream is too short to hold them all.
+            if out and (await self._link.run([("XLEN", stream)]))[0] < len(out):
+                await self._expire_deleted(watched, out[:64], stream)
+            if quiet > self._settings.lease_s:
+                for state in mine:
+                    if state.status in _ENDED:
+                        self._results_lost(watched, state)
+
+    async def _expire_deleted(self, watched: Watched, states: Sequence[GroupState], stream: str) -> None:
+        for state in states:
+            entry = state.entry if state.entry != "-" else watched.entries.get(state.group, "-")
+            if entry != "-" and not (await self._link.run([("XRANGE", stream, entry, entry)]))[0]:
+                failure = Failure("infra", "EntryDeletedError", f"its entry {entry} was deleted from {stream} by somebody else")
+                await self._expire(watched, state, "vanished", 0, failure)
+
+    def _results_lost(self, watched: Watched, state: GroupState) -> None:
+        message = "the broker says it ended, but its results are not on the stream; somebody deleted them"
+        watched.collection.fail(state.group, Failure("infra", "ResultsLostError", message, "", state.instance, state.attempt))
+
+    async def _expire(self, watched: Watched, state: GroupState, reason: str, timeout_s: float, failure: Failure) -> None:
+        group = watched.groups[state.group]
+        log.error("batch %s group %s: %s", group.batch, group.group, failure.message)
+        await self._transitions.expire(group.shard, group, watched.entries.get(state.group, ""), reason, timeout_s, failure)
+
+    def _warn_of_stall(self, watched: Watched, states: Sequence[GroupState], alive: Mapping[str, Sequence[str]]) -> None:
+        collection = watched.collection
+        quiet = time.monotonic() - max(collection.last_progress, self._warned.get(collection.batch, 0.0))
+        if quiet < self._settings.stall_warning_s:
+            return
+        self._warned[collection.batch] = time.monotonic()
+        log.warning("batch %s: %s", collection.batch, describe_wait(watched, states, alive))
+
+
+def describe_wait(watched: Watched, states: Sequence[GroupState], alive: Mapping[str, Sequence[str]]) -> str:
+    """What a batch waits for: shard, groups, holders, since when."""
+    quiet = time.monotonic() - watched.collection.last_progress
+    parts: list[str] = []
+    for shard in dict.fromkeys(watched.groups[state.group].shard for state in states):
+        mine = [state for state in states if watched.groups[state.group].shard == shard]
+        running = [f"group {s.group} on {s.instance} (attempt {s.attempt})" for s in mine if s.status == "running"]
+        queued = [str(s.group) for s in mine if s.status != "running"]
+        here = ", ".join(alive.get(shard, ())) or "none"
+        words = [f"shard {shard} (instances alive: {here})"]
+        if running:
+            words.append(f"running: {', '.join(running[:_SHOWN])}{' …' if len(running) > _SHOWN else ''}")
+        if queued:
+            words.append(f"not taken: {len(queued)} groups ({', '.join(queued[:_SHOWN])}{' …' if len(queued) > _SHOWN else ''})")
+        parts.append("; ".join(words))
+    return f"nothing came for {quiet:.0f} s, waiting for " + " | ".join(parts)
+
+
+def _records(flat: Sequence[Any]) -> dict[str, ShardRecord]:
+    pairs = iter(flat)
+    return {name.decode(): record for name, raw in zip(pairs, pairs, strict=True) if (record := parse_record(raw)) is not None}

@@ -1,0 +1,112 @@
+"""Checking, stamping and grouping the rows of a batch. Pure: plain values in, plain values out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ..broker.errors import RouteError, RowError, RowTypeError
+from ..broker.keys import ANY_ROUTE
+from ..broker.routes import route_of
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptGroup:
+    """`num_generations` contiguous rows of one prompt; `index` counts groups over the whole batch, `first_row` rows."""
+
+    index: int
+    first_row: int
+    route: str
+    shard: str
+    rows: Sequence[Row]
+
+
+def stamp_row_indices(rows: Sequence[Row]) -> Sequence[Row]:
+    """Stamp `_rowidx` 0..N-1 over the whole batch, in place, before anything is routed; returns the same rows."""
+    for index, row in enumerate(rows):
+        row["_rowidx"] = index
+    return rows
+
+
+def check_rows(rows: Sequence[Any], num_generations: int) -> None:
+    """Raise `RowError` or `RowTypeError` for a batch that cannot be published; nothing is changed."""
+    if type(num_generations) is not int:
+        raise RowTypeError(f"num_generations must be an integer, but is {num_generations!r}")
+    if num_generations <= 0:
+        raise RowError(f"num_generations must be at least 1, but is {num_generations}")
+    if not rows:
+        raise RowError("the batch is empty; give at least one row")
+    if len(rows) % num_generations:
+        raise RowError(
+            f"{len(rows)} rows are no multiple of num_generations={num_generations}; each prompt needs all its generations, "
+            f"the last group has {len(rows) % num_generations}"
+        )
+    for index, row in enumerate(rows):
+        _check_row(index, row)
+
+
+def _check_row(index: int, row: Any) -> None:
+    if not isinstance(row, dict):
+        raise RowTypeError(f"row {index} is a {type(row).__name__}; each row must be a dict")
+    if "responses_create_params" not in row:
+        raise RowTypeError(f"row {index} lacks responses_create_params; give it a dict with at least an input")
+    params = cast("Row", row)["responses_create_params"]
+    if not isinstance(params, dict):
+        raise RowTypeError(f"row {index}: responses_create_params must be a dict, but is a {type(params).__name__}")
+
+
+def plan_groups(rows: Sequence[Row], route_map: Mapping[str, str], num_generations: int) -> list[PromptGroup]:
+    """Cut checked rows into groups, in input order, each with its route and shard.
+
+    Raises `RouteError` for a row without a route, a group that mixes routes, and a route that nobody hosts.
+    """
+    groups: list[PromptGroup] = []
+    for first in range(0, len(rows), num_generations):
+        members = rows[first : first + num_generations]
+        route = _common_route(members, first)
+        groups.append(PromptGroup(first // num_generations, first, route, shard_of(route, route_map, first), members))
+    return groups
+
+
+def _common_route(rows: Sequence[Row], first: int) -> str:
+    routes: list[str] = []
+    for at, row in enumerate(rows):
+        try:
+            routes.append(route_of(row))
+        except RouteError as error:
+            raise RouteError(f"row {first + at}: {error}") from None
+    if any(route != routes[0] for route in routes):
+        raise RouteError(
+            f"the group that begins at row {first} mixes routes: {', '.join(sorted(set(routes)))}; all rows of a prompt "
+            "group must go to the same route, because its verifier may compare them"
+        )
+    return routes[0]
+
+
+def shard_of(route: str, route_map: Mapping[str, str], row: int) -> str:
+    """The shard that hosts `route`; raises `RouteError` naming what is hosted. An unsharded map hosts every route."""
+    shard = route_map.get(route) or route_map.get(ANY_ROUTE)
+    if shard is None:
+        hosted = ", ".join(sorted(route_map)) or "none"
+        raise RouteError(
+            f"row {row}: no shard hosts the route {route!r}; hosted: {hosted}. Check the row's agent_ref.name or task_source, "
+            "or add the entry to a shard"
+        )
+    return shard
+
+
+def bucket_groups_by_shard(
+    rows: Sequence[Row], route_map: Mapping[str, str], num_generations: int
+) -> dict[str, list[Sequence[Row]]]:
+    """Groups by shard, `{shard: [group, …]}`, shards in the order of their first use, groups in input order.
+
+    Raises as `check_rows` and `plan_groups` do.
+    """
+    check_rows(rows, num_generations)
+    buckets: dict[str, list[Sequence[Row]]] = {}
+    for group in plan_groups(rows, route_map, num_generations):
+        buckets.setdefault(group.shard, []).append(group.rows)
+    return buckets

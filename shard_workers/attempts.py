@@ -1,0 +1,179 @@
+"""One attempt from its token to its end: run, publish row by row, finish; or fail, or hand back, or be cancelled.
+
+The ends are exclusive: a lost lease writes nothing more, a failure is reported once with its class, a hand-back counts as none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..broker import codec
+from ..broker.channel import Payload
+from ..broker.errors import DecodeError, RolloutBusError
+from ..broker.messages import Failure
+from ..broker.worker_transitions import Attempt, Taken, WorkerTransitions
+from .environments.base import Environment, Row
+from .failures import describe, retry_delay
+from .finishing import Finisher, LostAttemptError, Outgoing
+from .running import run_rows
+from .timing import BatchTiming, InstanceTiming
+from .worker_settings import WorkerSettings
+
+log = logging.getLogger("rolloutbus.worker")
+
+
+class HandBackError(Exception):
+    """The instance is going and gives the group back."""
+
+
+class DeadlineExceededError(RolloutBusError, TimeoutError):
+    """A group used up its time over all attempts."""
+
+
+class AttemptRunner:
+    """Runs attempts of one instance in `environment`."""
+
+    def __init__(
+        self, environment: Environment, transitions: WorkerTransitions, finisher: Finisher, settings: WorkerSettings, timing: InstanceTiming
+    ) -> None:
+        self._environment = environment
+        self._transitions = transitions
+        self._finisher = finisher
+        self._settings = settings
+        self._timing = timing
+
+    async def serve(self, attempt: Attempt, taken: Taken, stopped: asyncio.Future[str]) -> str:
+        """Bring one attempt to its end and say which: done, retry, dead, lost, gone or released.
+
+        `stopped` may be resolved from outside, with lost, gone or release: the rollout is cancelled, and reported accordingly.
+        """
+        timing = self._timing.of(attempt.group.batch)
+        now = time.monotonic()
+        timing.add("queue_wait", now - taken.queued_ms / 1000, now)
+        timing.count_group()
+        outgoing = self._finisher.begin(
+            attempt, whole=self._settings.commit == "group", timing=lambda: self._timing.packed(attempt.group.batch)
+        )
+        try:
+            return await self._run(attempt, taken, outgoing, stopped, timing)
+        finally:
+            self._finisher.drop(outgoing)
+
+    async def _run(
+        self, attempt: Attempt, taken: Taken, outgoing: Outgoing, stopped: asyncio.Future[str], timing: BatchTiming
+    ) -> str:
+        left = self._settings.group_timeout_s - taken.age_ms / 1000
+        work = asyncio.create_task(self._work(attempt, taken, outgoing, timing), name=f"group {attempt.group.group}")
+        started = time.monotonic()
+        try:
+            await asyncio.wait({work, stopped, outgoing.settled}, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not work.done():
+                await self._cancel(work, attempt)
+            timing.add("environment", started, time.monotonic())
+        if stopped.done():
+            return await self._stopped(attempt, stopped.result())
+        if outgoing.settled.done() or (work.done() and not work.cancelled() and work.exception() is None):
+            return await self._settled(attempt, taken, outgoing, timing)
+        if work.done() and not work.cancelled():
+            error = work.exception()
+            assert error is not None
+            return await self._failed(attempt, taken, error)
+        return await self._failed(attempt, taken, DeadlineExceededError(
+            f"group {attempt.group.group} did not finish within {self._settings.group_timeout_s:g} s over all its attempts; "
+            "raise group_timeout_s or look for a rollout that never ends"
+        ))  # fmt: skip
+
+    async def _work(self, attempt: Attempt, taken: Taken, outgoing: Outgoing, timing: BatchTiming) -> None:
+        rows = self._rows(attempt, taken)
+        group = attempt.group
+        on_result = self._publisher(outgoing, taken.accepted, group.first_row, rows, timing)
+        independent = self._settings.rerun == "missing"
+        if rows:
+            await run_rows(self._environment, rows, on_result, independent=independent)
+        self._finisher.complete(outgoing)
+
+    def _rows(self, attempt: Attempt, taken: Taken) -> list[Row]:
+        """The rows to run, each with the identity of this attempt; only the missing ones where rows are independent."""
+        group = attempt.group
+        rows = codec.decode_rows(group.payload)
+        if len(rows) != group.rows:
+            raise DecodeError(f"group {group.group} holds {len(rows)} rows and says {group.rows}; it was changed on the broker")
+        identity = f"{group.batch}:{group.group}:{attempt.number}"
+        for row in rows:
+            row["_group_id"] = identity
+        if self._settings.rerun == "missing":
+            rows = [row for at, row in enumerate(rows) if at not in taken.accepted]
+        return rows
+
+    def _publisher(
+        self, outgoing: Outgoing, accepted: frozenset[int], first_row: int, rows: list[Row], timing: BatchTiming
+    ) -> Callable[[int, Mapping[str, Any]], None]:
+        limit = self._transitions.settings.max_payload_bytes
+
+        def publish(at: int, result: Mapping[str, Any]) -> None:
+            index = rows[at]["_rowidx"]
+            if index - first_row in accepted:
+                return
+            started = time.monotonic()
+            payload = Payload.of(codec.encode(result, where=f"result of row {index}"))
+            if payload.size > limit:
+                raise DecodeError(
+                    f"the result of row {index} is {payload.size} bytes, above max_payload_bytes ({limit}); return less, or raise the limit"
+                )
+            timing.add("postprocess_results", started, time.monotonic())
+            self._finisher.add(outgoing, index - first_row, payload)
+
+        return publish
+
+    async def _settled(self, attempt: Attempt, taken: Taken, outgoing: Outgoing, timing: BatchTiming) -> str:
+        """Everything is handed to the finisher: wait for the broker's word, which comes or the connection gives up."""
+        started = time.monotonic()
+        try:
+            await asyncio.shield(outgoing.settled)
+        except LostAttemptError as error:
+            return "gone" if str(error) == "gone" else "lost"
+        except RolloutBusError as error:
+            return await self._failed(attempt, taken, error)
+        timing.add("publish", started, time.monotonic())
+        return "done"
+
+    async def _stopped(self, attempt: Attempt, why: str) -> str:
+        if why != "release":
+            return why
+        await self._transitions.release(attempt)
+        return "released"
+
+    async def _failed(self, attempt: Attempt, taken: Taken, error: BaseException) -> str:
+        failure = describe(error)
+        late = isinstance(error, DeadlineExceededError)
+        infra = failure.failure_class == "infra"
+        before = taken.infra_failures if infra else taken.data_failures
+        limit = 0 if late else self._settings.infra_attempts if infra else self._settings.data_attempts
+        delay = retry_delay(before + 1, self._settings)
+        outcome = await self._transitions.fail(attempt, failure, limit=limit, delay_s=delay)
+        _log_failure(attempt, failure, outcome, delay)
+        return outcome
+
+    async def _cancel(self, work: asyncio.Task[None], attempt: Attempt) -> None:
+        """Cancel the rollout and give it a moment; one that swallows the cancellation is left behind, named."""
+        work.cancel()
+        _, left = await asyncio.wait({work}, timeout=self._settings.cancel_grace_s)
+        if left:
+            log.error("group %s of batch %s did not give way to its cancellation", attempt.group.group, attempt.group.batch)
+            work.add_done_callback(lambda task: task.cancelled() or task.exception())
+        elif not work.cancelled():
+            work.exception()
+
+
+def _log_failure(attempt: Attempt, failure: Failure, outcome: str, delay: float) -> None:
+    group = attempt.group
+    then = f"again in {delay:.1f} s" if outcome == "retry" else outcome
+    log.warning(
+        "batch %s group %s route %s attempt %s failed (%s): %s: %s; %s",
+        group.batch, group.group, group.route, attempt.number, failure.failure_class, failure.type, failure.message[:300], then,
+    )  # fmt: skip

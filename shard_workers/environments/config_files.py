@@ -1,0 +1,69 @@
+"""Merges the files of `config_paths` under the config that an environment was started with.
+
+Promises plain containers with every interpolation resolved, and a `ConfigError` that names the file and,
+for YAML, the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ...broker.errors import ConfigError
+
+
+def merge_config_paths(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Load each path in order, then put the config's own keys on top; later wins, mappings merge deeply.
+
+    A relative path is looked for in the working folder, then in `config_dir`, the folder of the file that
+    names it.
+    """
+    loaded = [_load(_find(path, config.get("config_dir"))) for path in _paths(config.get("config_paths"))]
+    try:
+        merged = OmegaConf.merge(_open({}), *loaded, _open(config))
+        plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"the merged config does not resolve at {error.full_key or 'its top'}: {reason}") from None
+    return cast(dict[str, Any], plain)
+
+
+def _open(config: Mapping[str, Any]) -> DictConfig:
+    # A trainer may hand a Python object to a function through an entry, which YAML's types do not cover.
+    return OmegaConf.create(dict(config), flags={"allow_objects": True})
+
+
+def _paths(value: object) -> list[str]:
+    entries = cast(list[object], value) if isinstance(value, list) else [] if value is None else [None]
+    paths = [entry for entry in entries if isinstance(entry, str) and entry]
+    if len(paths) != len(entries):
+        raise ConfigError(f"config_paths: {value!r} is no list of file names")
+    return paths
+
+
+def _find(path: str, config_dir: object) -> Path:
+    folders = [Path.cwd(), *([Path(str(config_dir))] if config_dir else [])]
+    candidates = list(dict.fromkeys(folder / path for folder in folders))
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    looked = " and ".join(str(candidate) for candidate in candidates)
+    raise ConfigError(f"config_paths: there is no file {path!r}; looked for {looked}. Give it relative to one of them")
+
+
+def _load(path: Path) -> DictConfig:
+    try:
+        loaded = OmegaConf.load(path)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"config_paths: {path}{line} is no valid YAML: {error.problem}") from None
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"config_paths: {path} cannot be read as a config: {error}") from None
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"config_paths: {path} holds a list; its top level must be a mapping of entries")
+    return loaded

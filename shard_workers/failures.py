@@ -1,0 +1,60 @@
+"""What went wrong in an environment, as plain data, and whether another place may do better.
+
+Timeouts, lost connections and HTTP 5xx, 408 and 429 are "infra": the same group may succeed elsewhere or later. All else is "data".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import traceback
+from typing import Any
+
+from ..broker.messages import Failure
+from .worker_settings import WorkerSettings
+
+_INFRA_STATUS = {408, 429}
+_TEXT_LIMIT = 4_000
+_TRACE_LIMIT = 16_000
+
+
+def http_status(error: BaseException) -> int | None:
+    """The HTTP status an exception carries, by the names that HTTP clients give it."""
+    for source in (error, getattr(error, "response", None)):
+        for name in ("status_code", "status", "code"):
+            status: Any = getattr(source, name, None)
+            if isinstance(status, int) and 100 <= status <= 599:
+                return status
+    return None
+
+
+def describe(error: BaseException) -> Failure:
+    """`error` as a `Failure`; instance and attempt are filled in where it is reported."""
+    status = http_status(error)
+    text = str(error)
+    body = getattr(error, "response_content", None)
+    if body:
+        text += f": {body.decode(errors='replace') if isinstance(body, bytes) else body}"
+    return Failure(
+        failure_class="infra" if _is_infra(error, status) else "data",
+        type=type(error).__name__,
+        message=text[:_TEXT_LIMIT].encode(errors="replace").decode(),
+        traceback="".join(traceback.format_exception(error))[-_TRACE_LIMIT:].encode(errors="replace").decode(),
+        http_status=status,
+    )
+
+
+def _is_infra(error: BaseException, status: int | None) -> bool:
+    if status is not None:
+        return status >= 500 or status in _INFRA_STATUS
+    if isinstance(error, (TimeoutError, ConnectionError, asyncio.IncompleteReadError)):
+        return True
+    # HTTP clients have their own families for these and no common base class.
+    names = {base.__name__ for base in type(error).__mro__}
+    return bool(names & {"APIConnectionError", "TransportError", "ClientConnectionError", "ServerTimeoutError"})
+
+
+def retry_delay(failures: int, settings: WorkerSettings) -> float:
+    """Seconds until the next attempt after `failures` failed ones: doubling, with jitter, capped."""
+    full = min(settings.retry_backoff_max_s, settings.retry_backoff_s * 2 ** max(0, failures - 1))
+    return full * random.uniform(0.5, 1.0)

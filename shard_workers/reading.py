@@ -1,0 +1,102 @@
+"""Reading new groups from a shard's stream, one at a time, in a way that can be stopped without losing a delivered one.
+
+A blocking read is never cancelled: to stop it, another connection unblocks it, and what it returned is still handed on. After every
+reconnect the consumer's own pending list is read first: a reply that was lost on the way sits there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from redis.backoff import ExponentialWithJitterBackoff
+
+from ..broker.channel import Channel, Link, ReplyError
+from ..broker.errors import BrokerTimeoutError, BrokerUnavailableError
+from ..broker.handshake import translate
+from ..broker.settings import BrokerSettings
+from ..broker.worker_transitions import WorkerTransitions
+from .slots import Slots
+
+log = logging.getLogger("rolloutbus.worker")
+
+RawEntry = Any
+# Unblocking races with the read's begin, so it is repeated until the read has returned.
+_UNBLOCK_EVERY_S = 0.02
+
+
+class GroupReader:
+    """New entries for one consumer, and after a reconnect also those it was given before; the worker knows which it has in hand."""
+
+    def __init__(self, settings: BrokerSettings, control: Link, transitions: WorkerTransitions, purpose: str) -> None:
+        self._settings = settings
+        self._control = control
+        self._transitions = transitions
+        self._purpose = purpose
+        self._channel: Channel | None = None
+        self._reading = False
+        self._stopped = False
+
+    async def entries(self, slots: Slots) -> AsyncIterator[RawEntry]:
+        """Deliver entries until `stop`, reading only while a slot is free; whoever gets one occupies the slot."""
+        backoff, failures = ExponentialWithJitterBackoff(cap=1.0, base=0.02), 0
+        while not self._stopped:
+            await slots.any_free()
+            try:
+                got = await (self._read(self._channel) if self._channel and not self._channel.broken else self._connect())
+                failures = 0
+            except (BrokerUnavailableError, BrokerTimeoutError) as error:
+                failures += 1
+                if failures in (1, 10) or failures % 60 == 0:
+                    log.warning("%s: waiting for the broker (%s)", self._purpose, error)
+                await asyncio.sleep(backoff.compute(min(failures, 12)))
+                continue
+            for entry in got:
+                yield entry
+
+    async def _connect(self) -> list[RawEntry]:
+        """A new channel for blocking reads; returns what was delivered to this consumer before."""
+        if self._channel is not None:
+            await self._channel.close()
+        self._channel = None
+        channel = await Channel.open(self._settings, self._purpose, self._settings.block_s + 2.0)
+        try:
+            await self._transitions.prepare()
+            pending = await self._transitions.unseen()
+        except BaseException:
+            await channel.close()
+            raise
+        self._channel = channel
+        return pending
+
+    async def _read(self, channel: Channel) -> list[RawEntry]:
+        if self._stopped:
+            return []
+        self._reading = True
+        try:
+            reply = (await channel.send([self._transitions.read_command(1, int(self._settings.block_s * 1000))]))[0]
+        finally:
+            self._reading = False
+        if isinstance(reply, ReplyError):
+            if str(reply).startswith(("NOGROUP", "UNBLOCKED")):
+                await self._transitions.prepare()
+                return []
+            raise translate(reply, "the broker")
+        return reply[0][1] if reply else []
+
+    async def stop(self) -> None:
+        """No read begins any more; one that waits returns at once, and what it got is delivered."""
+        self._stopped = True
+        while self._reading and self._channel is not None and not self._channel.broken:
+            try:
+                control = await self._control.channel()
+                await control.pipeline([("CLIENT", "UNBLOCK", self._channel.hello.client_id)])
+            except (BrokerUnavailableError, BrokerTimeoutError):
+                self._channel.abort()
+            await asyncio.sleep(_UNBLOCK_EVERY_S)
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()

@@ -1,0 +1,117 @@
+"""Running one attempt: the rows go through the environment, each result is checked and handed on as it comes.
+
+Nothing here knows of leases or of the broker. A result is given on by its position in the group; whatever the environment does
+against its contract becomes an error of this attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, cast
+
+from ..broker.errors import EnvironmentContractError
+from .environments.base import Environment, Row
+
+OnResult = Callable[[int, Mapping[str, Any]], None]
+
+
+class EnvironmentCancelledError(EnvironmentContractError):
+    """The environment raised `CancelledError` although nobody cancelled it."""
+
+
+class RowFailedError(Exception):
+    """A row failed and its siblings went on; `__cause__` is what the environment gave for it."""
+
+
+async def run_rows(
+    environment: Environment, rows: Sequence[Row], on_result: OnResult, *, independent: bool
+) -> None:
+    """Run `rows` of one group; calls `on_result(position, result)` in completion order, once per row.
+
+    With `independent` rows a failed one lets its siblings finish, else it ends the attempt at once. Raises the row's exception, or
+    `EnvironmentContractError` for foreign, repeated or missing rows and for results that are none.
+    """
+    outcomes = _Outcomes(rows)
+    failed: BaseException | None = None
+    try:
+        async with aclosing(outcomes.check(environment.run_rollouts(rows))) as checked:
+            async for position, result in checked:
+                if not isinstance(result, BaseException):
+                    on_result(position, result)
+                    continue
+                failed = failed or result
+                if not independent:
+                    break
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise EnvironmentCancelledError(
+            "the environment raised CancelledError by itself; let it raise what went wrong instead"
+        ) from None
+    if failed is not None:
+        raise failed if isinstance(failed, Exception) else EnvironmentContractError(f"a row failed with {failed!r}")
+    outcomes.require_all()
+
+
+class _Outcomes:
+    """What the environment has still to give back."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._positions = {row["_rowidx"]: at for at, row in enumerate(rows)}
+        self._open = set(self._positions)
+
+    async def check(self, stream: Any) -> AsyncGenerator[tuple[int, Any], None]:
+        if not hasattr(stream, "__aiter__"):
+            raise EnvironmentContractError(
+                f"run_rollouts returned {type(stream).__name__}; it must return an async iterator of (row, result)"
+            )
+        async with aclosing(_closable(stream)) as items:
+            async for item in items:
+                yield self._checked(item)
+
+    def _checked(self, item: Any) -> tuple[int, Any]:
+        pair = cast("tuple[Any, ...]", item) if isinstance(item, tuple) else ()
+        if len(pair) != 2:
+            raise EnvironmentContractError(f"run_rollouts yielded {_short(item)}; it must yield (row, result)")
+        row, result = pair
+        index = cast("dict[str, Any]", row).get("_rowidx") if isinstance(row, dict) else row
+        if type(index) is not int or index not in self._positions:
+            raise EnvironmentContractError(
+                f"a result came back for row index {_short(index)}, which is not in this group "
+                f"({_span(self._positions)}); give back the row that was handed in"
+            )
+        if index not in self._open:
+            raise EnvironmentContractError(f"row {index} came back twice; yield each row once")
+        if not isinstance(result, (dict, BaseException)):
+            raise EnvironmentContractError(f"row {index} came back with {_short(result)} as its result; it must be a dict")
+        self._open.discard(index)
+        return self._positions[index], cast("dict[str, Any] | BaseException", result)
+
+    def require_all(self) -> None:
+        if self._open:
+            raise EnvironmentContractError(
+                f"the environment ended without a result for rows {_span(self._open)}; it must yield every row once"
+            )
+
+
+async def _closable(stream: Any) -> AsyncGenerator[Any, None]:
+    """Closes what can be closed, so that leaving early ends the environment's tasks."""
+    try:
+        async for item in stream:
+            yield item
+    finally:
+        close = getattr(stream, "aclose", None)
+        if close is not None:
+            await close()
+
+
+def _span(indices: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(indices)[:20]))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

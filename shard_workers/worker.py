@@ -1,0 +1,229 @@
+"""A shard worker: one instance that reads groups, holds their leases, runs them, and finishes them. No Ray in it.
+
+Reading, leasing, running and finishing are four things in four files; here they are joined. Every entry this process was given is
+in exactly one place: waiting for its token, running, or ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..broker.channel import Link
+from ..broker.errors import RolloutBusError
+from ..broker.keys import Keys
+from ..broker.messages import ForeignEntryError, GroupEntry, parse_group
+from ..broker.scripts import load_scripts
+from ..broker.settings import BrokerSettings
+from ..broker.worker_transitions import Attempt, Identity, WorkerTransitions
+from .attempts import AttemptRunner
+from .environments.base import Environment
+from .finishing import Finisher
+from .leases import LeaseKeeper
+from .reading import GroupReader, RawEntry
+from .slots import Slots
+from .timing import InstanceTiming
+from .worker_settings import WorkerSettings
+
+log = logging.getLogger("rolloutbus.worker")
+
+# How often due retries, parked groups and expired leases are looked for, and how often while some are parked.
+CLAIM_EVERY_S = 1.0
+CLAIM_PARKED_EVERY_S = 0.05
+
+
+class WorkerStatistics(NamedTuple):
+    """A look at a worker: groups running, slots, and how many attempts ended in which way."""
+
+    running: int
+    slots: int
+    ended: dict[str, int]
+
+
+class ShardWorker:
+    """One instance of `shard` under `label`. `run` returns after `drain`, `stop`, or when the label was taken by another process."""
+
+    def __init__(
+        self,
+        settings: BrokerSettings,
+        run: str,
+        shard: str,
+        label: str,
+        environment: Environment,
+        worker_settings: WorkerSettings | None = None,
+    ) -> None:
+        self.settings = worker_settings or WorkerSettings()
+        self.identity = Identity(shard, label, secrets.token_hex(4), socket.gethostname(), os.getpid())
+        self.replaced = False
+        keys = Keys(run)
+        self._broker = settings
+        self._link = Link(settings, f"worker:{label}", load_scripts)
+        self._transitions = WorkerTransitions(self._link, keys, settings, self.identity)
+        self._finisher = Finisher(self._transitions)
+        timing = InstanceTiming(self.identity.incarnation)
+        self._runner = AttemptRunner(environment, self._transitions, self._finisher, self.settings, timing)
+        self._leases = LeaseKeeper(settings, keys, self.identity, self.settings.slots, self._on_lost, self._on_replaced)
+        self._reader = GroupReader(settings, self._link, self._transitions, f"reader:{label}")
+        self._slots = Slots(self.settings.slots)
+        self._in_hand: dict[str, asyncio.Future[str]] = {}
+        self._stops: dict[str, asyncio.Future[str]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended: dict[str, int] = {}
+        self._stopping = asyncio.Event()
+        self._release_after = self.settings.drain_timeout_s
+        self._releasing = False
+
+    def statistics(self) -> WorkerStatistics:
+        return WorkerStatistics(len(self._stops), self.settings.slots, dict(self._ended))
+
+    async def run(self) -> None:
+        """Work until told to stop, then let running groups finish or hand them back, and leave the books in order."""
+        await self._transitions.prepare()
+        await self._transitions.register()
+        self._leases.start()
+        duties = [
+            asyncio.create_task(self._finisher.run(), name="finisher"),
+            asyncio.create_task(self._read(), name="reader"),
+            asyncio.create_task(self._claim_for_ever(), name="claimer"),
+        ]
+        stop = asyncio.create_task(self._stopping.wait())
+        try:
+            done, _ = await asyncio.wait({*duties, stop}, return_when=asyncio.FIRST_COMPLETED)
+            failed = next((task for task in done if task is not stop), None)
+            if failed is not None:
+                await failed
+            await self._end_work(duties)
+        finally:
+            stop.cancel()
+            await self._clean_up(duties)
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Take nothing more; groups that still run after `timeout_s` are handed back. `run` then returns."""
+        if timeout_s is not None:
+            self._release_after = timeout_s
+        self._stopping.set()
+
+    def stop(self) -> None:
+        """Hand everything back at once."""
+        self.drain(0)
+
+    async def _read(self) -> None:
+        async for raw in self._reader.entries(self._slots):
+            await self._admit(raw)
+        await self._stopping.wait()
+
+    async def _admit(self, raw: RawEntry) -> None:
+        entry = bytes(raw[0]).decode()
+        if entry in self._in_hand:
+            return
+        try:
+            group = parse_group(*raw)
+        except ForeignEntryError as error:
+            log.error("%s: set aside to the dead letters: %s", self.identity.label, error)
+            await self._transitions.set_aside(entry, str(error))
+            return
+        await self._slots.occupy()
+        self._in_hand[entry] = stopped = asyncio.get_running_loop().create_future()
+        if self._releasing:
+            stopped.set_result("release")
+        task = asyncio.create_task(self._serve(group, stopped), name=f"attempt {group.batch} {group.group}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, group: GroupEntry, stopped: asyncio.Future[str]) -> None:
+        outcome = "error"
+        try:
+            outcome = await self._attempt(group, stopped)
+        except RolloutBusError as error:
+            # The lease runs out and another instance takes the group; here it must not go unseen.
+            log.exception("%s: batch %s group %s: %s", self.identity.label, group.batch, group.group, error)
+        finally:
+            self._ended[outcome] = self._ended.get(outcome, 0) + 1
+            del self._in_hand[group.entry]
+            self._slots.release()
+
+    async def _attempt(self, group: GroupEntry, stopped: asyncio.Future[str]) -> str:
+        token = secrets.token_hex(8)
+        taken = await self._transitions.take(
+            group, token, observing=self._observing(), crash_limit=self.settings.infra_attempts
+        )
+        if taken.status == "unknown":
+            await self._transitions.set_aside(group.entry, f"batch {group.batch} does not know its group {group.group}")
+        if taken.status != "ok":
+            return taken.status
+        attempt = Attempt(group, token, taken.attempt)
+        self._leases.hold(attempt)
+        self._stops[token] = stopped
+        try:
+            return await self._runner.serve(attempt, taken, stopped)
+        finally:
+            self._leases.forget(attempt)
+            del self._stops[token]
+
+    async def _claim_for_ever(self) -> None:
+        pause = 0.0
+        while not self._stopping.is_set():
+            pause = await self._claim_once() if self._slots.free > 0 else CLAIM_PARKED_EVERY_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+
+    async def _claim_once(self) -> float:
+        """Look once for groups that may run again; returns the seconds until the next look."""
+        try:
+            alone = not await self._transitions.peers_alive()
+            claimed = await self._transitions.claim(self._slots.free, observing=self._observing(), alone=alone)
+            for raw in await self._transitions.fetch(claimed.entries):
+                await self._admit(raw)
+        except RolloutBusError as error:
+            log.warning("%s: cannot look for groups to take over (%s)", self.identity.label, error)
+            return CLAIM_EVERY_S
+        if claimed.parked:
+            return CLAIM_PARKED_EVERY_S
+        due = CLAIM_EVERY_S if claimed.next_due_ms is None else claimed.next_due_ms / 1000
+        return min(CLAIM_EVERY_S, max(due, CLAIM_PARKED_EVERY_S))
+
+    def _observing(self) -> bool:
+        return self._link.watched_for(self._broker.lease_s)
+
+    def _on_lost(self, token: str, status: str) -> None:
+        stopped = self._stops.get(token)
+        if stopped is not None and not stopped.done():
+            stopped.set_result(status)
+
+    def _on_replaced(self) -> None:
+        log.error("%s: another process has this label now; stopping", self.identity.label)
+        self.replaced = True
+        self.stop()
+
+    async def _end_work(self, duties: Sequence[asyncio.Task[Any]]) -> None:
+        """Let running groups finish for a while, then hand them back; nothing that was delivered is left untaken."""
+        await self._reader.stop()
+        _, reader, claimer = duties
+        ending = [reader, claimer, *self._tasks]
+        await asyncio.wait(ending, timeout=self._release_after)
+        self._releasing = True
+        for stopped in self._in_hand.values():
+            if not stopped.done():
+                stopped.set_result("release")
+        await asyncio.wait([reader, claimer])
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _clean_up(self, duties: Sequence[asyncio.Task[Any]]) -> None:
+        await self._leases.stop()
+        for task in [*duties, *self._tasks]:
+            task.cancel()
+        await asyncio.gather(*duties, *self._tasks, return_exceptions=True)
+        await self._reader.close()
+        if self._link.current is not None:
+            try:
+                await self._transitions.leave()
+            except RolloutBusError as error:
+                log.warning("%s: could not sign off (%s); its record expires by itself", self.identity.label, error)
+        await self._link.close()

@@ -1,0 +1,78 @@
+"""Environments by name and by import path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rolloutbus.broker.errors import ConfigError
+from rolloutbus.shard_workers.environments import load_environment
+from rolloutbus.shard_workers.environments.functions import FunctionsEnvironment
+from rolloutbus.shard_workers.environments.registry import BUILT_IN
+
+SOURCE = """
+class Whole:
+    async def start(self, config): ...
+    def list_entries(self): return {}
+    async def run_rollouts(self, rows):
+        for row in rows: yield row, {}
+    async def health(self): ...
+    async def stop(self): ...
+
+class Half:
+    async def start(self, config): ...
+    def list_entries(self): return {}
+
+class Demanding(Whole):
+    def __init__(self, path): ...
+
+def factory(): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    (tmp_path / "third_party_probe.py").write_text(SOURCE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_functions_is_built_in_and_every_call_makes_a_new_one() -> None:
+    first, second = load_environment("functions"), load_environment("functions")
+    assert isinstance(first, FunctionsEnvironment)
+    assert first is not second
+
+
+def test_a_class_in_the_working_folder_is_found_by_its_import_path() -> None:
+    assert type(load_environment("third_party_probe:Whole")).__name__ == "Whole"
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_environment("function")
+    for name in BUILT_IN:
+        assert name in str(raised.value)
+    assert "rolloutbus.environment: 'function' is not known" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("third_party_probe:Half", "lacks run_rollouts, health, stop"),
+        ("third_party_probe:Demanding", "cannot be made without arguments"),
+        ("third_party_probe:factory", "is no class but function"),
+        ("third_party_probe:Gone", "has no attribute 'Gone'"),
+        ("no_such_package.module:Class", "there is no module 'no_such_package'"),
+        (":Class", "is not of the form"),
+    ],
+)
+def test_a_class_that_is_no_environment_says_what_is_wrong(name: str, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_environment(name)
+    assert str(raised.value).startswith("rolloutbus.environment: ")
+    assert said in str(raised.value)
+
+
+def test_a_reserved_name_that_is_not_shipped_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUILT_IN, "reserved_probe", ("not_written_yet", "Nothing"))
+    with pytest.raises(ConfigError, match="this version of rolloutbus does not ship it"):
+        load_environment("reserved_probe")

@@ -1,0 +1,175 @@
+"""`RolloutClient`: producer and collector in one, from asyncio or from plain code.
+
+All network work happens in one thread that the client owns, so it may be used from several event loops, one after another or side by
+side, and from threads. Connecting is lazy: the object may be made anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from ..broker.errors import RouteError, UnknownBatchError
+from ..broker.settings import BrokerSettings, settings_from
+from ..collector.timing import DEFAULT_PREFIX
+from ..producer import PromptGroup, check_rows, plan_groups, stamp_row_indices
+from .batch import Batch, GroupBatch, OnFailure, RowBatch
+from .engine import Engine
+from .session import Session, new_session
+
+DEFAULT_FLEET_WAIT_S = 60.0
+
+
+class RolloutClient:
+    """One trainer's connection to its run. Use it as an async context manager, or call `connect_now` and `close_now`."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        run: str,
+        client: str = "trainer",
+        settings: BrokerSettings | Mapping[str, Any] | None = None,
+        timer_prefix: str = DEFAULT_PREFIX,
+        fleet_wait_s: float = DEFAULT_FLEET_WAIT_S,
+        name_wait_s: float = 0.0,
+    ) -> None:
+        given = settings.model_dump() if isinstance(settings, BrokerSettings) else dict(settings or {})
+        broker = settings_from(BrokerSettings, {**given, "url": url}, "rolloutbus.broker")
+        self._prefix = timer_prefix
+        self._engine = Engine(broker, run, client, fleet_wait_s=fleet_wait_s, name_wait_s=name_wait_s)
+
+    @classmethod
+    def connect(cls, url: str, *, run: str, client: str = "trainer", **options: Any) -> RolloutClient:
+        """A client of the broker at `url`, for `async with`. Options: `settings`, `timer_prefix`, `fleet_wait_s`, `name_wait_s`.
+
+        Entering raises `BrokerUnavailableError`, `BrokerAuthError`, `ClientNameTakenError`, or `NoInstanceError` when no fleet
+        publishes its routes within `fleet_wait_s` seconds.
+        """
+        return cls(url, run=run, client=client, **options)
+
+    async def __aenter__(self) -> Self:
+        await asyncio.wrap_future(self._engine.start())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def connect_now(self) -> Self:
+        """Connect from plain code, blocking; safe when connected."""
+        self._engine.start().result()
+        return self
+
+    async def close(self) -> None:
+        """Cancel open batches, give the client's name up, end the thread. Safe twice."""
+        await asyncio.to_thread(self._engine.stop)
+
+    def close_now(self) -> None:
+        """`close` for plain code."""
+        self._engine.stop()
+
+    def run_groups(
+        self, rows: Sequence[dict[str, Any]], num_generations: int, *, on_failure: OnFailure = "raise"
+    ) -> GroupBatch:
+        """Validate `rows`, stamp `_rowidx`, and start publishing at once; iterate over the result for whole groups.
+
+        Raises `RowError`, `RowTypeError` or `RouteError` before anything is published.
+        """
+        return Batch(self._engine, self._begin(rows, num_generations, rows_mode=False), on_failure, self._prefix)
+
+    def run_rollouts(
+        self, rows: Sequence[dict[str, Any]], num_generations: int, *, on_failure: OnFailure = "raise"
+    ) -> RowBatch:
+        """As `run_groups`, but gives `(row_index, result)` in completion order; failures are `GroupFailure` items where yielded."""
+        return Batch(self._engine, self._begin(rows, num_generations, rows_mode=True), on_failure, self._prefix)
+
+    def _begin(self, rows: Sequence[dict[str, Any]], num_generations: int, *, rows_mode: bool) -> Session:
+        check_rows(rows, num_generations)
+        self.connect_now()
+        groups = self._plan(rows, num_generations)
+        stamp_row_indices(rows)
+        session = new_session(secrets.token_hex(6), rows, groups, num_generations, rows_mode=rows_mode)
+        self._engine.call(self._engine.sessions.start(session)).result()
+        return session
+
+    def _plan(self, rows: Sequence[dict[str, Any]], num_generations: int) -> list[PromptGroup]:
+        try:
+            return plan_groups(rows, self._engine.route_map.routes, num_generations)
+        except RouteError:
+            # A fleet that was replaced may host it now; asked once, and only when something is missing.
+            refreshed = self._engine.call(self._engine.refresh_route_map()).result()
+            return plan_groups(rows, refreshed.routes, num_generations)
+
+    async def resume(
+        self, batch_id: str, rows: Sequence[dict[str, Any]] | None = None, *, on_failure: OnFailure = "raise"
+    ) -> GroupBatch:
+        """Continue a sealed batch of this client's former process: groups not yet handed over come again, the rest do not.
+
+        `rows` are the batch's rows as published, for `CompletedGroup.rows`; without them each row is `{"_rowidx": i}`. Raises
+        `UnknownBatchError` when it came back too late or the publishing had not finished.
+        """
+        await asyncio.wrap_future(self._engine.start())
+        session = await asyncio.wrap_future(self._engine.call(self._resume(batch_id, rows)))
+        return Batch(self._engine, session, on_failure, self._prefix)
+
+    async def _resume(self, batch_id: str, rows: Sequence[dict[str, Any]] | None) -> Session:
+        flat = (await self._engine.link.run([("HGETALL", self._engine.keys.batch(batch_id))]))[0]
+        pairs = iter(flat)
+        record = {name.decode(): value.decode() for name, value in zip(pairs, pairs, strict=True)}
+        if not record:
+            raise UnknownBatchError(
+                f"batch {batch_id} is not on the broker: it was closed, abandoned after its client stayed away, or never existed"
+            )
+        size, total = int(record["group_size"]), int(record["rows"])
+        known = rows if rows is not None else [{"_rowidx": index} for index in range(total)]
+        if len(known) != total:
+            raise UnknownBatchError(f"batch {batch_id} has {total} rows, but {len(known)} were given; give the rows it was published with")
+        session = new_session(batch_id, known, _laid_out(record["layout"], size), size, rows_mode=False)
+        session.publication.published = int(record["published"])
+        for group in range(total // size):
+            status = record.get(f"g:{group}", "cancelled").split(" ", 1)[0]
+            if status in ("handed", "cancelled"):
+                session.collection.skip(group, completed=status == "handed")
+        await self._engine.sessions.resume(session)
+        return session
+
+    @classmethod
+    def run_sync(
+        cls,
+        url: str,
+        rows: Sequence[dict[str, Any]],
+        num_generations: int,
+        *,
+        run: str,
+        client: str = "trainer",
+        on_failure: OnFailure = "raise",
+        **options: Any,
+    ) -> list[Any]:
+        """Run a whole batch from plain code; results in input order. A `GroupFailure` stands in each of its rows' places."""
+
+        async def collect() -> list[Any]:
+            results: list[Any] = [None] * len(rows)
+            async with cls.connect(url, run=run, client=client, **options) as bus:
+                async with bus.run_groups(rows, num_generations, on_failure=on_failure) as batch:
+                    async for group in batch:
+                        first = group.group_index * num_generations
+                        values = getattr(group, "results", None) or [group] * num_generations
+                        results[first : first + num_generations] = values
+            return results
+
+        return asyncio.run(collect())
+
+
+def _laid_out(layout: str, size: int) -> list[PromptGroup]:
+    groups: list[PromptGroup] = []
+    for shard, route, count in json.loads(layout):
+        for _ in range(count):
+            index = len(groups)
+            groups.append(PromptGroup(index, index * size, route, shard, ()))
+    return groups

@@ -1,0 +1,205 @@
+"""One batch inside the client's thread: published, collected, watched, and at the end closed with balanced books."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..broker.channel import Link
+from ..broker.client_transitions import Books, ClientTransitions
+from ..broker.errors import BatchCancelledError, BooksError, RolloutBusError
+from ..collector import BatchCollection, Collector, CompletedGroup, GroupFailure, Sink
+from ..collector.sweep import Watched, outline
+from ..collector.timing import COUNTERS
+from ..producer import Producer, PromptGroup, Publication
+from .outbox import Outbox
+
+log = logging.getLogger("rolloutbus.trainer")
+
+
+class BatchCounts(NamedTuple):
+    """How the groups of a batch ended; published = completed + failed + cancelled."""
+
+    published: int
+    completed: int
+    failed: int
+    cancelled: int
+
+
+class Delivered(NamedTuple):
+    """One item for the consumer, and the group that may go from the broker once the consumer asks for the next one."""
+
+    value: Any
+    acknowledges: int | None
+
+
+class Ended(NamedTuple):
+    """The batch is over: nothing more comes, or only this error."""
+
+    error: BaseException | None
+
+
+Parcel = Delivered | Ended
+
+
+@dataclass(slots=True)
+class Session:
+    """What the client's thread knows of one batch. Everything but `outbox` belongs to that thread."""
+
+    publication: Publication
+    collection: BatchCollection
+    outbox: Outbox[Parcel]
+    rows_mode: bool
+    run_id: str = ""
+    books: Books | None = None
+    closed: bool = False
+    publishing: asyncio.Task[None] | None = None
+    watched: Watched = field(init=False)
+
+    def __post_init__(self) -> None:
+        batch = self.publication.batch
+        groups = [outline(batch, g.index, g.shard, g.route, len(g.rows), g.first_row) for g in self.publication.groups]
+        self.watched = Watched(self.collection, groups, self.publication.entries)
+
+    @property
+    def batch(self) -> str:
+        return self.publication.batch
+
+    def counts(self) -> BatchCounts:
+        """As the client sees them; groups that have not ended count as cancelled once the batch is closed."""
+        completed, failed = self.collection.completed, self.collection.failed
+        published = max(self.publication.published, completed + failed)
+        return BatchCounts(published, completed, failed, published - completed - failed if self.closed else 0)
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """The names of section 8, so far or for the whole batch."""
+        metrics = self.collection.timing.metrics(prefix, self.collection.collecting.total)
+        for name in COUNTERS:
+            metrics[f"{prefix}/{name}"] = float(getattr(self.books, name)) if self.books else 0.0
+        metrics[f"{prefix}/duplicate_rows"] += self.collection.duplicate_rows
+        return metrics
+
+
+def new_session(
+    batch: str, rows: Sequence[dict[str, Any]], groups: Sequence[PromptGroup], num_generations: int, *, rows_mode: bool
+) -> Session:
+    """A batch that is ready to be published."""
+    outbox: Outbox[Parcel] = Outbox()
+    publication = Publication(batch, groups, num_generations)
+    sink = _sink(outbox, rows_mode)
+    collection = BatchCollection(batch, rows, num_generations, [group.shard for group in groups], sink)
+    # The sink needs the collection to know when the last group came, and the collection needs its sink first.
+    sink.is_over = lambda: collection.all_ended
+    return Session(publication, collection, outbox, rows_mode)
+
+
+def _sink(outbox: Outbox[Parcel], rows_mode: bool) -> Sink:
+    def on_group(outcome: CompletedGroup | GroupFailure) -> None:
+        if not (rows_mode and isinstance(outcome, CompletedGroup)):
+            outbox.put(Delivered(outcome, outcome.group_index))
+        if sink.is_over():
+            outbox.put(Ended(None))
+
+    def on_row(row_index: int, result: Any, group: int | None) -> None:
+        outbox.put(Delivered((row_index, result), group))
+
+    def on_error(error: BaseException) -> None:
+        outbox.put(Ended(error))
+
+    sink = Sink(on_group, on_error, on_row if rows_mode else None)
+    return sink
+
+
+class SessionRunner:
+    """Runs sessions in the client's thread."""
+
+    def __init__(self, link: Link, transitions: ClientTransitions, producer: Producer, collector: Collector) -> None:
+        self._link = link
+        self._transitions = transitions
+        self._producer = producer
+        self._collector = collector
+        self.sessions: dict[str, Session] = {}
+
+    async def start(self, session: Session) -> None:
+        """Begin to publish, with collecting already under way."""
+        self.sessions[session.batch] = session
+        await self._collector.attach(session.collection, session.publication.shards)
+        session.publishing = asyncio.create_task(self._publish(session), name=f"publish {session.batch}")
+
+    async def resume(self, session: Session) -> None:
+        """Go on with a sealed batch: everything on the streams is read again."""
+        await self._transitions.adopt(session.batch)
+        session.publication.sealed = True
+        self.sessions[session.batch] = session
+        await self._collector.attach(session.collection, session.publication.shards, from_start=True)
+        if session.collection.all_ended:
+            session.outbox.put(Ended(None))
+
+    async def _publish(self, session: Session) -> None:
+        try:
+            while True:
+                run_id = session.run_id = await self._server()
+                try:
+                    await self._producer.publish(session.publication)
+                    return
+                except BatchCancelledError:
+                    # A broker that lost its data has no batch either: begin again, what is there stays.
+                    if run_id == await self._server():
+                        raise
+        except Exception as error:
+            session.outbox.put(Ended(error))
+
+    async def _server(self) -> str:
+        return (await self._link.channel()).hello.run_id
+
+    async def republish(self) -> None:
+        """The broker is another process than before: bring back what it may have lost."""
+        for session in list(self.sessions.values()):
+            if session.closed or not session.publication.sealed:
+                continue
+            out = set(session.collection.unfinished())
+            missing = [group for group in session.publication.groups if group.index in out and group.rows]
+            if not missing:
+                continue
+            log.warning("batch %s: looking after %d groups on the restarted broker", session.batch, len(missing))
+            try:
+                await self._producer.republish(session.publication, missing)
+            except RolloutBusError as error:
+                session.outbox.put(Ended(error))
+
+    async def close(self, session: Session, *, complete: bool) -> None:
+        """End the batch on the broker. With `complete` the books must balance, or `BooksError` says what they are."""
+        if session.closed:
+            return
+        session.closed = True
+        if session.publishing is not None and not session.publishing.done():
+            session.publishing.cancel()
+            await asyncio.gather(session.publishing, return_exceptions=True)
+        await self._collector.handed_over()
+        self._collector.detach(session.batch)
+        del self.sessions[session.batch]
+        session.books = await self._transitions.close(session.batch, _queued(session))
+        if complete:
+            _check_books(session)
+
+
+def _queued(session: Session) -> dict[str, list[str]]:
+    """Entries that may still be on the streams, by shard."""
+    queued: dict[str, list[str]] = {shard: [] for shard in session.publication.shards}
+    for group in session.collection.unfinished():
+        entry = session.publication.entries.get(group)
+        if entry:
+            queued[session.publication.groups[group].shard].append(entry)
+    return queued
+
+
+def _check_books(session: Session) -> None:
+    counts, books = session.counts(), session.books
+    if counts.cancelled or counts.published != session.collection.groups or (books is not None and not books.balanced):
+        raise BooksError(
+            f"the books of batch {session.batch} do not balance: {session.collection.groups} groups, {counts} here, {books} on the broker; "
+            "please report this with `rolloutbus explain`"
+        )
