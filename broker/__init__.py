@@ -1,4 +1,6 @@
-"""The broker's side: settings, connections, key names, messages, codec, atomic transitions, the embedded server, inspection."""
+"""The broker's side: settings, connections, key names, messages, codec, atomic transitions, the embedded server,
+inspection.
+"""
 
 from .settings import BrokerSettings
 

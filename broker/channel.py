@@ -1,8 +1,9 @@
 """One pipelined connection to the broker, and a link that opens it again when it breaks.
 
-A `Channel` writes commands in one go, without joining large payloads, and resolves replies in order; it never retries. A `Link`
-owns one channel at a time and reconnects with jitter, for at most `reconnect_timeout_s`; every command has a time limit.
-redis-py's pipeline copies large arguments, which halves the rate at 1 MB rows (measured), so the hot path writes for itself.
+A `Channel` writes commands in one go, without joining large payloads, and resolves replies in order; it never retries.
+A `Link` owns one channel at a time and reconnects with jitter, for at most `reconnect_timeout_s`; every command has a
+time limit. redis-py's pipeline copies large arguments, which halves the rate at 1 MB rows (measured), so the hot path
+writes for itself.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import hiredis
 from redis.backoff import ExponentialWithJitterBackoff
 
 from .errors import BrokerError, BrokerTimeoutError, BrokerUnavailableError, ClosedError
-from .handshake import Hello, greet, open_transport, translate
+from .handshake import NOT_READY, Hello, greet, open_transport, translate
 from .settings import BrokerSettings, redacted
+from .sockets import HIGH_WATER, SocketTransport
 
 log = logging.getLogger("rolloutbus.broker")
 
@@ -43,7 +45,12 @@ class Payload:
 
     @classmethod
     def of(cls, buffers: Sequence[Buffer]) -> Payload:
-        return cls(buffers, sum(memoryview(buffer).nbytes for buffer in buffers))
+        if len(buffers) == 1:
+            return cls(buffers, memoryview(buffers[0]).nbytes)
+        return cls(buffers, sum([memoryview(buffer).nbytes for buffer in buffers]))
+
+    def joined(self) -> bytes:
+        return b"".join(self.buffers)
 
 
 Arg = bytes | str | int | float | Payload
@@ -54,32 +61,31 @@ _pack_small = cast("Callable[[tuple[Arg, ...]], bytes]", hiredis.pack_command)  
 
 
 def pack(commands: Sequence[Command]) -> list[Buffer]:
-    """Commands as the buffers to write, in the server's protocol (RESP)."""
+    """Commands as the buffers to write, in the server's protocol (RESP). A payload may stand only in the last place."""
     out: list[Buffer] = []
     small: list[bytes] = []
     for command in commands:
-        if not any(isinstance(arg, Payload) for arg in command):
+        last = command[-1]
+        if isinstance(last, Payload):
+            _pack_with_payload(command, last, small, out)
+        elif any(isinstance(arg, Payload) for arg in command):
+            small.append(_pack_small(tuple([arg.joined() if isinstance(arg, Payload) else arg for arg in command])))
+        else:
             small.append(_pack_small(tuple(command)))
-            continue
-        small.append(b"*%d\r\n" % len(command))
-        for arg in command:
-            _pack_argument(arg, small, out)
     if small:
         out.append(b"".join(small))
     return out
 
 
-def _pack_argument(arg: Arg, small: list[bytes], out: list[Buffer]) -> None:
-    if not isinstance(arg, Payload):
-        raw = arg if isinstance(arg, bytes) else str(arg).encode()
-        small.append(b"$%d\r\n%b\r\n" % (len(raw), raw))
-        return
-    small.append(b"$%d\r\n" % arg.size)
-    if arg.size < JOIN_BELOW:
-        small.extend(bytes(buffer) for buffer in arg.buffers)
+def _pack_with_payload(command: Command, payload: Payload, small: list[bytes], out: list[Buffer]) -> None:
+    # All but the payload is packed in C; only the count in front is one too low.
+    head = _pack_small(tuple(command[:-1]))
+    small.append(b"*%d%b$%d\r\n" % (len(command), head[head.index(b"\r") :], payload.size))
+    if payload.size < JOIN_BELOW:
+        small.extend(payload.buffers)  # pyright: ignore[reportArgumentType]
     else:
-        for buffer in arg.buffers:
-            if len(buffer) < JOIN_BELOW:
+        for buffer in payload.buffers:
+            if memoryview(buffer).nbytes < JOIN_BELOW:
                 small.append(bytes(buffer))
                 continue
             if small:
@@ -105,8 +111,11 @@ class Channel(asyncio.Protocol):
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._reader = hiredis.Reader(protocolError=ReplyError, replyError=ReplyError, notEnoughData=_NOTHING)
+        # By default the parser gives its buffer back after each large reply, and pays for new pages with the next one.
+        self._reader.setmaxbuf(0)
         self._pending: deque[_Request] = deque()
-        self._transport: asyncio.Transport | None = None
+        self._outgoing: list[Buffer] = []
+        self._transport: SocketTransport | asyncio.Transport | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._writable = asyncio.Event()
         self._writable.set()
@@ -121,12 +130,17 @@ class Channel(asyncio.Protocol):
             async with asyncio.timeout(settings.connect_timeout_s):
                 await open_transport(settings.url, channel)
                 channel.hello = await greet(settings.url, channel, purpose)
-        except (OSError, TimeoutError, ReplyError) as error:
-            channel.abort()
+        except BaseException as error:
+            connected = channel._transport is not None
+            await channel.close()
+            if isinstance(error, BrokerError) or not isinstance(error, OSError):
+                raise
+            if connected and isinstance(error, TimeoutError):
+                raise BrokerTimeoutError(
+                    f"the broker at {redacted(settings.url)} accepted the connection and did not answer in time; "
+                    "is it overloaded or stopped?"
+                ) from None
             raise translate(error, settings.url) from None
-        except BaseException:
-            channel.abort()
-            raise
         return channel
 
     @property
@@ -152,12 +166,23 @@ class Channel(asyncio.Protocol):
         """Write now, whatever the buffer holds; the future gives one reply per command."""
         if self._broken is not None or self._transport is None:
             raise self._broken or ClosedError("this connection to the broker is not open; connect first")
+        # Packed at once, so that what cannot be sent is its sender's error and disturbs nobody else's replies.
+        packed = pack(commands)
         future: asyncio.Future[list[Any]] = self._loop.create_future()
         self._pending.append(_Request(len(commands), future, self._loop.time() + self._timeout_s))
         if self._watch is None:
             self._watch = self._loop.call_later(self._timeout_s, self._check_deadline)
-        self._transport.writelines(pack(commands))
+        # Whatever is sent within one tick of the loop goes out in one write: a system call costs more than a group's
+        # commands.
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing.extend(packed)
         return future
+
+    def _flush(self) -> None:
+        buffers, self._outgoing = self._outgoing, []
+        if self._transport is not None and self._broken is None:
+            self._transport.writelines(buffers)
 
     def abort(self) -> None:
         """Drop the connection at once; whoever waits for a reply gets `BrokerUnavailableError`."""
@@ -172,19 +197,21 @@ class Channel(asyncio.Protocol):
     # asyncio.Protocol
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        transport.set_write_buffer_limits(high=4 << 20)
+        transport.set_write_buffer_limits(high=HIGH_WATER)
         self._transport = transport
 
-    def data_received(self, data: bytes) -> None:
-        self._reader.feed(data)
+    def attach(self, transport: SocketTransport) -> None:
+        """The way without TLS: `transport` writes buffers as they are."""
+        self._transport = transport
+
+    def data_received(self, data: bytes | memoryview) -> None:
+        self._reader.feed(data)  # pyright: ignore[reportArgumentType]
         try:
             while (reply := self._reader.gets()) is not _NOTHING:
                 self._resolve(reply)
         except ReplyError as error:
             self._fail(
-                BrokerUnavailableError(
-                    f"the broker sent what is no Redis protocol ({error}); check the address"
-                )
+                BrokerUnavailableError(f"the broker sent what is no Redis protocol ({error}); check the address")
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -217,9 +244,7 @@ class Channel(asyncio.Protocol):
             self._watch = self._loop.call_later(left, self._check_deadline)
             return
         self._fail(
-            BrokerTimeoutError(
-                f"the broker did not answer within {self._timeout_s:g} s; is it overloaded or stopped?"
-            )
+            BrokerTimeoutError(f"the broker did not answer within {self._timeout_s:g} s; is it overloaded or stopped?")
         )
 
     def _fail(self, error: Exception) -> None:
@@ -240,8 +265,8 @@ class Channel(asyncio.Protocol):
 class Link:
     """A channel that is opened again when it breaks. Only for commands that may be sent twice.
 
-    `on_connect` runs on each new channel before anybody uses it. `watching_since` (monotonic seconds) is when this process began
-    to see the broker without interruption: absence of others counts only from then on.
+    `on_connect` runs on each new channel before anybody uses it. `watching_since` (monotonic seconds) is when this
+    process began to see the broker without interruption: absence of others counts only from then on.
     """
 
     def __init__(
@@ -284,15 +309,18 @@ class Link:
                 try:
                     await self._on_connect(channel)
                 except BaseException:
-                    channel.abort()
+                    await channel.close()
                     raise
+            if self._closed:
+                await channel.close()
+                raise ClosedError(f"the connection for {self._purpose} is closed")
             self.watching_since = time.monotonic() - (channel.hello.uptime_s if first else 0.0)
             self._channel = channel
             return channel
 
     async def run(self, commands: Sequence[Command]) -> list[Any]:
         """Send `commands` until they are answered, over reconnects; gives up after `reconnect_timeout_s`."""
-        return await self.retrying(lambda channel: channel.pipeline(commands))
+        return await self.retrying(lambda channel: _when_ready(channel, commands))
 
     async def retrying(self, use: Callable[[Channel], Awaitable[list[Any]]]) -> list[Any]:
         """Call `use` with an open channel until it gets an answer; connection errors reconnect with jitter."""
@@ -322,6 +350,16 @@ class Link:
         self._closed = True
         if self._channel is not None:
             await self._channel.close()
+
+
+async def _when_ready(channel: Channel, commands: Sequence[Command]) -> list[Any]:
+    replies = await channel.pipeline(commands)
+    for reply in replies:
+        if isinstance(reply, ReplyError) and str(reply).startswith(NOT_READY):
+            # Busy, or a replica since a failover: a new connection is greeted only by a server that can work.
+            channel.abort()
+            raise translate(reply, "the broker")
+    return replies
 
 
 def raise_first_error(replies: Sequence[Any]) -> None:

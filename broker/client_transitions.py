@@ -44,7 +44,7 @@ class OutgoingGroup:
 
 
 class Published(NamedTuple):
-    """ok or repeated (it is on the stream); the entry's id where known; bytes now queued for this batch on this shard."""
+    """ok or repeated (it is on the stream); the entry's id where known; bytes queued for this batch on this shard."""
 
     status: str
     entry: str
@@ -72,22 +72,26 @@ class Books(NamedTuple):
 class ClientTransitions:
     """One client's steps over `runner`, under the name `client` and this process's `incarnation`."""
 
-    def __init__(
-        self, runner: Runner, keys: Keys, settings: BrokerSettings, client: str, incarnation: str
-    ) -> None:
+    def __init__(self, runner: Runner, keys: Keys, settings: BrokerSettings, client: str, incarnation: str) -> None:
         self._runner = runner
         self._keys = keys
         self._settings = settings
         self.client = client
         self.incarnation = incarnation
 
-    async def own(self) -> int:
-        """Acquire or renew the client's lease: 0 when it is ours, else the ms another process still has."""
+    async def own(self, *, watched_s: float | None = None) -> int:
+        """Acquire or renew the client's lease: 0 when it is ours, else the ms another process still has.
+
+        `watched_s`: how long the broker has been running; for one lease after its start another's absence means
+        nothing.
+        """
+        lease_ms = self._settings.lease_ms
         command = SCRIPTS["own"].call(
             [self._keys.owner(self.client)],
             self.incarnation,
-            self._settings.lease_ms,
+            lease_ms,
             self._settings.key_ttl_ms,
+            lease_ms if watched_s is None else int(watched_s * 1000),
         )
         return (await run_step(self._runner, command))[0][1]
 
@@ -150,11 +154,10 @@ class ClientTransitions:
             ),
         ]
 
-    async def seal(self, batch: str) -> str:
-        """Say that all groups are published."""
-        status = (
-            await run_step(self._runner, SCRIPTS["seal"].call([self._keys.batch(batch)], self.incarnation))
-        )[0][0].decode()
+    async def seal(self, batch: str, *, as_it_is: bool = False) -> str:
+        """Say that all groups are published; `as_it_is`: even if the broker lost some whose end the client has seen."""
+        command = SCRIPTS["seal"].call([self._keys.batch(batch)], self.incarnation, int(as_it_is))
+        status = (await run_step(self._runner, command))[0][0].decode()
         return self._check(status, batch, ("ok", "unfinished"))
 
     async def adopt(self, batch: str) -> None:
@@ -169,9 +172,7 @@ class ClientTransitions:
             )
         self._check(status, batch, ("ok",))
 
-    async def handed(
-        self, batch: str, shard: str, groups: Sequence[int], entries: Sequence[str], size: int
-    ) -> str:
+    async def handed(self, batch: str, shard: str, groups: Sequence[int], entries: Sequence[str], size: int) -> str:
         """The trainer has these groups; their result entries go."""
         command = SCRIPTS["handed"].call(
             [self._keys.batch(batch), self._keys.results(self.client, shard)],
@@ -188,23 +189,23 @@ class ClientTransitions:
         """End a group that nobody will finish: `reason` is deadline, no_instance or vanished."""
         keys = self._keys
         command = SCRIPTS["expire"].call(
-            [keys.batch(group.batch), keys.groups(shard), keys.delayed(shard), keys.parked(shard), keys.results(self.client, shard),
-             keys.dead, keys.events],
+            [keys.batch(group.batch), keys.groups(shard), keys.delayed(shard), keys.parked(shard),
+             keys.results(self.client, shard), keys.dead, keys.events],
             group.batch, group.group, group.route, entry or "-", group.first_row, group.rows, self.incarnation, reason,
             int(timeout_s * 1000), failure.packed(),
         )  # fmt: skip
         return (await run_step(self._runner, command))[0][0].decode()
 
     async def close(self, batch: str, queued: Mapping[str, Sequence[str]]) -> Books | None:
-        """End the batch: its keys go, what was queued is dropped. None: it was gone already. `queued`: entry ids per shard."""
+        """End the batch: its keys go, what was queued is dropped. None: it was gone already. `queued`: entry ids per
+        shard.
+        """
         keys = [self._keys.batch(batch), self._keys.accepted(batch)]
         words: list[Arg] = []
         for place, (shard, entries) in enumerate(queued.items(), start=1):
             keys += [self._keys.groups(shard), self._keys.delayed(shard), self._keys.parked(shard)]
             words += [f"{place}:{entry}" for entry in entries]
-        reply = (await run_step(self._runner, SCRIPTS["close"].call(keys, self.incarnation, batch, *words)))[
-            0
-        ]
+        reply = (await run_step(self._runner, SCRIPTS["close"].call(keys, self.incarnation, batch, *words)))[0]
         if reply[0] == b"gone":
             return None
         self._check(reply[0].decode(), batch, ("ok",))
@@ -219,17 +220,13 @@ class ClientTransitions:
                 "end one of the two processes, or give each its own client name"
             )
         if status == "gone":
-            raise UnknownBatchError(
-                f"batch {batch} is not on the broker: it was closed, abandoned, or never existed"
-            )
+            raise UnknownBatchError(f"batch {batch} is not on the broker: it was closed, abandoned, or never existed")
         raise BatchCancelledError(
             f"batch {batch} is closed on the broker ({status}): it was cancelled; publish it again if it is wanted"
         )
 
 
-async def cancel_batch(
-    runner: Runner, keys: Keys, batch: str, client: str, shards: Sequence[str], reason: str
-) -> int:
+async def cancel_batch(runner: Runner, keys: Keys, batch: str, client: str, shards: Sequence[str], reason: str) -> int:
     """An operator's cancellation of any batch; how many groups it stopped. Raises `UnknownBatchError`."""
     names = [keys.batch(batch)]
     for shard in shards:

@@ -1,7 +1,8 @@
 """The one family of errors that rolloutbus raises.
 
-Each message names what went wrong, where, and what to do next. What a trainer would retry is also a `ConnectionError` or a
-`TimeoutError`; what is a caller's mistake is also a `ValueError` or a `TypeError`, so callers need not know our names.
+Each message names what went wrong, where, and what to do next. What a trainer would retry is also a `ConnectionError`
+or a `TimeoutError`; what is a caller's mistake is also a `ValueError` or a `TypeError`, so callers need not know our
+names.
 """
 
 from __future__ import annotations

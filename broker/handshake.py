@@ -11,15 +11,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from .errors import BrokerAuthError, BrokerError, BrokerUnavailableError, BrokerVersionError, ConfigError
+from .errors import (
+    BrokerAuthError,
+    BrokerError,
+    BrokerFullError,
+    BrokerUnavailableError,
+    BrokerVersionError,
+    ConfigError,
+)
 from .settings import redacted
+from .sockets import SocketTransport, connect_socket
 
 if TYPE_CHECKING:
     from .channel import Channel
 
 OLDEST_SERVER = (7, 0)
 # A server that answers so is not wrong, only not ready: the caller waits and tries again.
-_NOT_READY = ("LOADING", "MASTERDOWN", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "BUSY ")
+NOT_READY = ("LOADING", "MASTERDOWN", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "BUSY ", "ERR max number of clients")
 _NOT_ALLOWED = ("WRONGPASS", "NOAUTH", "NOPERM", "ERR invalid password", "ERR Client sent AUTH")
 
 
@@ -47,23 +55,33 @@ class Address:
 
 
 def parse_address(url: str) -> Address:
-    """Split a broker URL; raises `ConfigError` for what is none. Query keys: `db`, `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_cert_reqs`, `password`."""
-    parts = urlsplit(url)
+    """Split a broker URL; raises `ConfigError` for what is none.
+
+    Query keys: `db`, `password`, `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_cert_reqs`.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"broker url {redacted(url)!r}: {error}") from None
     query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
     if parts.scheme not in ("redis", "rediss", "unix"):
         raise ConfigError(f"broker url {redacted(url)!r}: the scheme must be redis://, rediss:// or unix://")
+    if parts.scheme == "unix" and not parts.path:
+        raise ConfigError(f"broker url {redacted(url)!r}: it names no socket; write unix:///path/to/socket")
     try:
         database = int(query.get("db") or (parts.path.strip("/") if parts.scheme != "unix" else "") or 0)
         port = parts.port or 6379
     except ValueError:
-        raise ConfigError(f"broker url {redacted(url)!r}: port and database must be numbers") from None
-    password = parts.password if parts.password is not None else query.get("password")
+        raise ConfigError(
+            f"broker url {redacted(url)!r}: port and database must be numbers, "
+            "and special characters in a password escaped (%2F for /)"
+        ) from None
     return Address(
         host=parts.hostname or "127.0.0.1",
         port=port,
         path=unquote(parts.path) if parts.scheme == "unix" else None,
         username=unquote(parts.username or ""),
-        password=unquote(password) if password is not None else None,
+        password=unquote(parts.password) if parts.password is not None else query.get("password"),
         database=database,
         tls=_tls_context(query) if parts.scheme == "rediss" else None,
     )
@@ -87,11 +105,14 @@ def _tls_context(query: dict[str, str]) -> ssl.SSLContext:
 async def open_transport(url: str, channel: Channel) -> None:
     """Connect `channel` to the address of `url`."""
     address = parse_address(url)
-    loop = asyncio.get_running_loop()
-    if address.path is not None:
-        await loop.create_unix_connection(lambda: channel, address.path)
-    else:
-        await loop.create_connection(lambda: channel, address.host, address.port, ssl=address.tls)
+    try:
+        if address.tls is not None:
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: channel, address.host, address.port, ssl=address.tls)
+        else:
+            channel.attach(SocketTransport(await connect_socket(address.host, address.port, address.path), channel))
+    except UnicodeError:
+        raise ConfigError(f"broker url {redacted(url)!r}: {address.host!r} cannot be a host's name") from None
 
 
 async def greet(url: str, channel: Channel, purpose: str) -> Hello:
@@ -99,12 +120,13 @@ async def greet(url: str, channel: Channel, purpose: str) -> Hello:
     address = parse_address(url)
     if address.password is not None:
         names = (address.username,) if address.username else ()
-        await channel.execute("AUTH", *names, address.password)
+        await _ask(channel, url, "AUTH", *names, address.password)
     if address.database:
-        await channel.execute("SELECT", address.database)
-    await channel.execute("CLIENT", "SETNAME", f"rolloutbus:{purpose}")
-    client_id, info = await channel.execute("CLIENT", "ID"), await channel.execute("INFO", "server")
-    facts = dict(line.split(":", 1) for line in info.decode().splitlines() if ":" in line)
+        await _ask(channel, url, "SELECT", address.database)
+    await _ask(channel, url, "CLIENT", "SETNAME", f"rolloutbus:{purpose}")
+    client_id, info = await _ask(channel, url, "CLIENT", "ID"), await _ask(channel, url, "INFO", "server")
+    text = info.decode(errors="replace") if isinstance(info, bytes) else ""
+    facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     _check_version(facts, url)
     return Hello(
         facts.get("run_id", ""),
@@ -114,11 +136,20 @@ async def greet(url: str, channel: Channel, purpose: str) -> Hello:
     )
 
 
+async def _ask(channel: Channel, url: str, *command: str | int) -> Any:
+    """One reply; an error names the address, because nobody has seen it work yet."""
+    reply = (await channel.pipeline([command]))[0]
+    if isinstance(reply, Exception):
+        raise translate(reply, url)
+    return reply
+
+
 def _check_version(facts: dict[str, str], url: str) -> None:
     numbers = tuple(int(part) for part in facts.get("redis_version", "0.0").split(".")[:2] if part.isdigit())
     if numbers < OLDEST_SERVER:
         raise BrokerVersionError(
-            f"the broker at {redacted(url)} is version {facts.get('redis_version', 'unknown')}; rolloutbus needs Redis 7.0 or newer, "
+            f"the broker at {redacted(url)} is version {facts.get('redis_version', 'unknown')}; "
+            "rolloutbus needs Redis 7.0 or newer, "
             "or Valkey 8 or newer"
         )
 
@@ -126,6 +157,7 @@ def _check_version(facts: dict[str, str], url: str) -> None:
 def translate(error: Any, where: str) -> Exception:
     """One of our errors for what a socket or a server said; `where` is the address or what was asked."""
     text, place = str(error) or type(error).__name__, redacted(where)
+    refused = f"{where if where == 'the broker' else 'the broker at ' + place} refused: {text}"
     if isinstance(error, ssl.SSLError):
         return BrokerAuthError(
             f"TLS with the broker at {place} failed ({text}); check ssl_ca_certs and the server's certificate"
@@ -136,10 +168,12 @@ def translate(error: Any, where: str) -> Exception:
         return BrokerUnavailableError(
             f"cannot reach the broker at {place} ({text}); check that it runs and that the address is right"
         )
-    if text.startswith(_NOT_READY):
+    if text.startswith(NOT_READY):
         return BrokerUnavailableError(f"the broker is not ready ({text})")
-    if text.startswith(_NOT_ALLOWED):
-        return BrokerAuthError(
-            f"{where if where == 'the broker' else 'the broker at ' + place} refused: {text}; check user, password and ACL rules"
+    if text.startswith(("OOM", "MISCONF")):
+        return BrokerFullError(
+            f"the broker refused to store more ({text}); raise maxmemory, free memory, or let the trainer consume"
         )
-    return BrokerError(f"{where if where == 'the broker' else 'the broker at ' + place} refused: {text}")
+    if text.startswith(_NOT_ALLOWED):
+        return BrokerAuthError(f"{refused}; check user, password and ACL rules")
+    return BrokerError(refused)

@@ -1,6 +1,7 @@
 """Every key name of a run, and nothing else.
 
-All keys of a run share one hash tag, so that each transition is atomic also on a Redis Cluster, and runs spread over its nodes.
+All keys of a run share one hash tag, so that each transition is atomic also on a Redis Cluster, and runs spread over
+its nodes.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ class Keys:
     @property
     def fleet(self) -> str:
         return self.prefix + "fleet"
+
+    @property
+    def fleet_requests(self) -> str:
+        return self.prefix + "fleet:requests"
 
     @property
     def dead(self) -> str:

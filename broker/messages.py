@@ -1,7 +1,7 @@
 """What stands on the streams, as plain values: groups on the way out, rows, failures and notices on the way back.
 
-Every entry has plain-text fields that redis-cli shows and at most one binary field, `payload`. A foreign or broken entry gives a
-`ForeignEntryError`, never half a message.
+Every entry has plain-text fields that redis-cli shows and at most one binary field, `payload`. A foreign or broken
+entry gives a `ForeignEntryError`, never half a message.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from . import codec
 from .channel import Arg, Buffer, Payload
-from .errors import RolloutBusError
+from .errors import DecodeError, RolloutBusError
 
 
 class ForeignEntryError(RolloutBusError, ValueError):
@@ -65,7 +65,14 @@ class Failure:
 
     @classmethod
     def unpacked(cls, payload: bytes) -> Failure:
-        return cls(**codec.decode(payload))
+        """The failure in `payload`; what only a newer version knows is left out. Never raises: the group failed,
+        whatever is to be read.
+        """
+        try:
+            words = codec.decode(payload)
+            return cls(**{name: words[name] for name in cls.__dataclass_fields__ if name in words})
+        except (DecodeError, TypeError) as error:
+            return cls("data", "UnreadableFailure", f"the group failed, and the account of it cannot be read ({error})")
 
 
 def group_fields(
@@ -89,23 +96,23 @@ def row_fields(
     )  # fmt: skip
 
 
-def parse_group(entry: bytes, fields: Sequence[bytes]) -> GroupEntry:
+def parse_group(entry: bytes, fields: Sequence[bytes] | None) -> GroupEntry:
     """A groups stream's entry; raises `ForeignEntryError` naming the field that is missing or wrong."""
     words = _words(fields)
     try:
         if words[b"kind"] != b"group":
             raise ForeignEntryError(f"entry {entry.decode()} on a groups stream has kind {words[b'kind']!r}")
         return GroupEntry(
-            entry.decode(), words[b"batch"].decode(), int(words[b"group"]), words[b"client"].decode(), words[b"route"].decode(),
-            int(words[b"rows"]), int(words[b"first_row"]), words[b"payload"],
+            entry.decode(), words[b"batch"].decode(), int(words[b"group"]), words[b"client"].decode(),
+            words[b"route"].decode(), int(words[b"rows"]), int(words[b"first_row"]), words[b"payload"],
         )  # fmt: skip
+    except ForeignEntryError:
+        raise
     except (KeyError, ValueError) as error:
-        raise ForeignEntryError(
-            f"entry {entry.decode()} on a groups stream is none of ours ({error!r})"
-        ) from None
+        raise ForeignEntryError(f"entry {entry.decode()} on a groups stream is none of ours ({error!r})") from None
 
 
-def parse_result(entry: bytes, fields: Sequence[bytes]) -> ResultEntry:
+def parse_result(entry: bytes, fields: Sequence[bytes] | None) -> ResultEntry:
     """A results stream's entry; raises `ForeignEntryError` naming the field that is missing or wrong."""
     words = _words(fields)
     try:
@@ -125,18 +132,21 @@ def parse_result(entry: bytes, fields: Sequence[bytes]) -> ResultEntry:
             entry.decode(), kind, words[b"batch"].decode(), int(words[b"group"]), indices, int(words[b"attempt"]),
             words[b"instance"].decode(), words.get(b"timing", b"").decode(), words[b"payload"],
         )  # fmt: skip
+    except ForeignEntryError:
+        raise
     except (KeyError, ValueError) as error:
-        raise ForeignEntryError(
-            f"entry {entry.decode()} on a results stream is none of ours ({error!r})"
-        ) from None
+        raise ForeignEntryError(f"entry {entry.decode()} on a results stream is none of ours ({error!r})") from None
 
 
-def _words(fields: Sequence[bytes]) -> Mapping[bytes, bytes]:
+def _words(fields: Sequence[bytes] | None) -> Mapping[bytes, bytes]:
+    if not fields or len(fields) % 2:
+        return {}
     pairs = iter(fields)
-    return dict(zip(pairs, pairs, strict=True)) if len(fields) % 2 == 0 else {}
+    return dict(zip(pairs, pairs, strict=True))
 
 
-# Several rows share an entry: a msgpack array of alternating padding and row payload, so that arrays inside stay aligned.
+# Several rows share an entry: a msgpack array of alternating padding and row payload, so that arrays inside stay
+# aligned.
 _ALIGN = 16
 
 
@@ -164,8 +174,12 @@ def unframe(payload: bytes) -> list[memoryview]:
         size = int.from_bytes(view[start - 4 : start], "big")
         if start + size > len(payload):
             raise ForeignEntryError("a results payload is cut short")
+        if payload[offset] != 0xC4 or payload[start - 5] != 0xC6:
+            raise ForeignEntryError("a results payload is not framed as one")
         out.append(view[start : start + size])
         offset = start + size
+    if offset != len(payload):
+        raise ForeignEntryError("a results payload goes on after its last row")
     return out
 
 

@@ -1,7 +1,7 @@
 """The Lua sources, put together and named by their hash.
 
-Each script begins with what it shares (`prelude`, and `bury` or `purge` where it calls them), so one EVALSHA is one transition. The
-hash in the call lets two product versions share a broker.
+Each script begins with what it shares (`prelude`, and `bury` or `purge` where it calls them), so one EVALSHA is one
+transition. The hash in the call lets two product versions share a broker.
 """
 
 from __future__ import annotations
@@ -34,22 +34,20 @@ class Script:
 
 
 def _assemble(name: str) -> Script:
-    body = (_FOLDER / f"{name}.lua").read_text()
+    body = (_FOLDER / f"{name}.lua").read_text(encoding="utf-8")
     shebang, _, rest = body.partition("\n") if body.startswith("#!") else ("", "", body)
     shared = [
-        (_FOLDER / f"{part}.lua").read_text() for part in _SHARED if part == "prelude" or f"{part}(" in rest
+        (_FOLDER / f"{part}.lua").read_text(encoding="utf-8")
+        for part in _SHARED
+        if part == "prelude" or f"{part}(" in rest
     ]
     source = "\n".join([shebang] * bool(shebang) + [*shared, rest])
     return Script(name, source, hashlib.sha1(source.encode()).hexdigest())
 
 
-SCRIPTS = {
-    path.stem: _assemble(path.stem) for path in sorted(_FOLDER.glob("*.lua")) if path.stem not in _SHARED
-}
+SCRIPTS = {path.stem: _assemble(path.stem) for path in sorted(_FOLDER.glob("*.lua")) if path.stem not in _SHARED}
 
 
 async def load_scripts(channel: Channel) -> None:
     """Give the server every script; done on each new connection, because a restarted server has forgotten them."""
-    raise_first_error(
-        await channel.pipeline([("SCRIPT", "LOAD", script.source) for script in SCRIPTS.values()])
-    )
+    raise_first_error(await channel.pipeline([("SCRIPT", "LOAD", script.source) for script in SCRIPTS.values()]))

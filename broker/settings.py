@@ -1,16 +1,17 @@
 """What can be set about the broker: where it is, how long things may take, how much may wait.
 
-Times are seconds, sizes bytes. The models refuse unknown keys; `settings_from` turns what pydantic finds into our own words.
+Times are seconds, sizes bytes. The models refuse unknown keys; `settings_from` turns what pydantic finds into our own
+words.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .errors import ConfigError
 
@@ -22,9 +23,9 @@ MEBIBYTE = 1 << 20
 class BrokerSettings(BaseModel):
     """Connection, leases and bounds. The defaults suit rollouts of seconds to an hour."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    url: str = "redis://127.0.0.1:6379/0"
+    url: str = Field(default="redis://127.0.0.1:6379/0", repr=False)
     connect_timeout_s: float = Field(default=5.0, gt=0)
     command_timeout_s: float = Field(default=15.0, gt=0)
     # Long enough for a broker's restart with a large append-only file, short enough that nobody sleeps through it.
@@ -43,6 +44,20 @@ class BrokerSettings(BaseModel):
     memory_high_ratio: float = Field(default=0.7, gt=0, le=1)
     stall_warning_s: float = Field(default=60.0, gt=0)
     sweep_every_s: float = Field(default=5.0, gt=0)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.renew_every_s >= self.lease_s:
+            raise ValueError(
+                f"renew_every_s ({self.renew_every_s:g}) must be shorter than lease_s ({self.lease_s:g}), "
+                "or every lease runs out"
+            )
+        if self.abandon_after_s >= self.key_ttl_s:
+            raise ValueError(
+                f"key_ttl_s ({self.key_ttl_s:g}) must be longer than abandon_after_s ({self.abandon_after_s:g}), "
+                "or work expires that nobody has given up"
+            )
+        return self
 
     @property
     def lease_ms(self) -> int:
@@ -74,8 +89,10 @@ def _explain(item: Any, model: type[BaseModel], where: str) -> str:
     path = ".".join([where, *(str(part) for part in item["loc"])])
     if item["type"] == "extra_forbidden":
         return f"{path} is not a known key; known here: {', '.join(sorted(_known(model, item['loc'])))}"
-    # A secret must not reach a log because its neighbour was mistyped.
-    secret = any(word in path.rsplit(".", 1)[-1] for word in ("key", "password", "secret", "url"))
+    if item["type"] == "value_error":
+        return f"{path}: {item['ctx']['error']}"
+    # A secret must not reach a log because its neighbour was mistyped, nor as part of a whole that has the wrong type.
+    secret = not item["loc"] or any(word in path.rsplit(".", 1)[-1] for word in ("key", "password", "secret", "url"))
     return f"{path}: {item['msg'].lower()}" + ("" if secret else f", but is {item['input']!r}")
 
 
@@ -95,9 +112,6 @@ def broker_url(given: str | None, environ: Mapping[str, str] = os.environ) -> st
 
 
 def redacted(url: str) -> str:
-    """`url` without its password, for messages and logs."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url.split("password=")[0] + "password=***" if "password=" in url else url
-    host = f"{parts.hostname or ''}:{parts.port}" if parts.port else parts.hostname or ""
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+    """`url` without its password, for messages and logs; also where it is no valid address."""
+    masked = re.sub(r"(://[^:@/?#]*:).*@", r"\1***@", url, flags=re.DOTALL)
+    return re.sub(r"([?&]password=)[^&#]*", r"\1***", masked)

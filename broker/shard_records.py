@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
 class ShardRecord(BaseModel):
-    """One field of the `shards` hash, as JSON. Written by the fleet, read by producers, workers, collectors and operators."""
+    """One field of the `shards` hash, as JSON. Written by the fleet, read by producers, workers, collectors and
+    operators.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

@@ -1,7 +1,7 @@
 """Steps: one command, or several that are one transaction, sent many at a time.
 
-A step's answer is the list of its replies, or the error that refused it as a whole. When the server has forgotten a script
-(SCRIPT FLUSH), what the transaction had added is deleted again, the scripts are loaded and the step is repeated.
+A step's answer is the list of its replies, or the error that refused it as a whole. When the server has forgotten a
+script (SCRIPT FLUSH), what the transaction had added is deleted again, the scripts are loaded and the step is repeated.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from .channel import Command, ReplyError
-from .errors import BrokerFullError
+from .channel import Command, ReplyError, raise_first_error
 from .handshake import translate
 from .scripts import SCRIPTS
 
 Step = Sequence[Command]
+# Each repetition needs that somebody flushed the scripts in between; more often, the server keeps none.
+REPETITIONS = 5
 
 
 class Runner(Protocol):
@@ -25,16 +26,20 @@ class Runner(Protocol):
 
 async def run_steps(runner: Runner, steps: Sequence[Step]) -> list[list[Any] | Exception]:
     """Send all steps in one write; per step its replies, or `BrokerFullError` or another of our errors."""
+    return [_judge(answer) for answer in await _run(runner, steps, REPETITIONS)]
+
+
+async def _run(runner: Runner, steps: Sequence[Step], repetitions: int) -> list[Any]:
     answers = _split(steps, await runner.run(_flatten(steps)))
     forgotten = [at for at, answer in enumerate(answers) if _says(answer, "NOSCRIPT")]
     if forgotten:
-        await runner.run(
-            [*_undo(steps, answers, forgotten), *(("SCRIPT", "LOAD", s.source) for s in SCRIPTS.values())]
-        )
-        again = await run_steps(runner, [steps[at] for at in forgotten])
+        loads = [("SCRIPT", "LOAD", script.source) for script in SCRIPTS.values()]
+        raise_first_error(await runner.run([*_undo(steps, answers, forgotten), *loads]))
+    if forgotten and repetitions:
+        again = await _run(runner, [steps[at] for at in forgotten], repetitions - 1)
         for at, answer in zip(forgotten, again, strict=True):
             answers[at] = answer
-    return [_judge(answer) for answer in answers]
+    return answers
 
 
 async def run_step(runner: Runner, *commands: Command) -> list[Any]:
@@ -69,17 +74,15 @@ def _split(steps: Sequence[Step], replies: list[Any]) -> list[Any]:
 
 
 def _says(answer: Any, word: str) -> bool:
-    if isinstance(answer, list):
-        return any(_says(reply, word) for reply in answer)  # pyright: ignore[reportUnknownVariableType]
-    return isinstance(answer, ReplyError) and str(answer).startswith(word)
+    # The script is a step's last command.
+    told = answer[-1] if isinstance(answer, list) and answer else answer  # pyright: ignore[reportUnknownVariableType]
+    return isinstance(told, ReplyError) and str(told).startswith(word)
 
 
 def _undo(steps: Sequence[Step], answers: Sequence[Any], forgotten: Sequence[int]) -> list[Command]:
     commands: list[Command] = []
     for at in forgotten:
-        for command, reply in (
-            zip(steps[at], answers[at], strict=True) if isinstance(answers[at], list) else ()
-        ):
+        for command, reply in zip(steps[at], answers[at], strict=True) if isinstance(answers[at], list) else ():
             if command[0] == "XADD" and isinstance(reply, bytes):
                 commands.append(("XDEL", command[1], reply))
     return commands
@@ -92,8 +95,4 @@ def _judge(answer: Any) -> list[Any] | Exception:
         if not errors:
             return answer  # pyright: ignore[reportUnknownVariableType]
         answer = errors[-1]
-    if str(answer).startswith(("OOM", "MISCONF")):
-        return BrokerFullError(
-            f"the broker refused to store more ({answer}); raise maxmemory, free memory, or let the trainer consume"
-        )
     return translate(answer, "the broker")

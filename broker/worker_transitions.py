@@ -6,12 +6,13 @@ All of them may be repeated after a lost reply: the attempt's token tells a repe
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .channel import Arg, Command, Payload
-from .errors import BrokerFullError
+from .channel import Arg, Command, Payload, raise_first_error
+from .errors import BrokerFullError, RolloutBusError
 from .keys import GROUP_NAME, Keys
 from .messages import Failure, GroupEntry, row_fields
 from .scripts import SCRIPTS
@@ -36,8 +37,9 @@ class Identity:
 
 
 class Taken(NamedTuple):
-    """What `take` said. `status` is ok, stale, gone, parked, dead or unknown; `age_ms` counts from the group's first take,
-    `queued_ms` from its publication, both on the broker's clock."""
+    """What `take` said. `status` is ok, stale, gone, parked, dead, suspect or unknown; `age_ms` counts from the group's
+    first take, `queued_ms` from its publication, both on the broker's clock.
+    """
 
     status: str
     attempt: int = 0
@@ -92,7 +94,9 @@ class Acceptance:
 
 
 class Accepted(NamedTuple):
-    """ok, repeated (both: it is in the broker), stale, gone, incomplete, or duplicate with the positions accepted before."""
+    """ok, repeated (both: it is in the broker), stale, gone, incomplete, or duplicate with the positions accepted
+    before.
+    """
 
     status: str
     unread_bytes: int = 0
@@ -100,11 +104,7 @@ class Accepted(NamedTuple):
 
     @property
     def seen(self) -> frozenset[int]:
-        return (
-            frozenset(int(at) for at in self.detail.split(",") if at)
-            if self.status == "duplicate"
-            else frozenset()
-        )
+        return frozenset(int(at) for at in self.detail.split(",") if at) if self.status == "duplicate" else frozenset()
 
 
 class HeldGroup(NamedTuple):
@@ -118,6 +118,19 @@ class HeldGroup(NamedTuple):
 
 def _positions(raw: bytes) -> frozenset[int]:
     return frozenset(int(at) for at in raw.split(b",") if at)
+
+
+def _spelled(positions: tuple[int, ...], rows: int) -> str:
+    whole = len(positions) == rows and len(set(positions)) == rows == max(positions) + 1
+    return "all" if whole else ",".join(map(str, positions))
+
+
+@functools.cache
+def _crash(limit: int) -> bytes:
+    """The failure of a group that outlived `limit` instances; the same for each, so packed once."""
+    return Failure(
+        "infra", "InstanceDied", f"{limit} instances died or lost their lease while they ran this group"
+    ).packed()
 
 
 class WorkerTransitions:
@@ -134,25 +147,40 @@ class WorkerTransitions:
 
     async def prepare(self) -> None:
         """Make sure that the shard's stream and consumer group exist; entries from before count too."""
-        replies = await self._runner.run([("XGROUP", "CREATE", self._groups, GROUP_NAME, "0", "MKSTREAM")])
-        if "BUSYGROUP" not in str(replies[0]) and replies[0] != b"OK":
-            raise replies[0]
-        await self._runner.run([("PEXPIRE", self._groups, self.settings.key_ttl_ms)])
+        expiry = ("PEXPIRE", self._groups, self.settings.key_ttl_ms)
+        # Asked first, because a full broker refuses to create even what exists.
+        there, _ = await self._runner.run([("XPENDING", self._groups, GROUP_NAME), expiry])
+        if isinstance(there, list):
+            return
+        created, expires = await self._runner.run(
+            [("XGROUP", "CREATE", self._groups, GROUP_NAME, "0", "MKSTREAM"), expiry]
+        )
+        raise_first_error([expires] if "BUSYGROUP" in str(created) else [created, expires])
 
     def read_command(self, count: int, block_ms: int) -> Command:
         """A blocking read of new entries, for a channel of its own."""
         return (
-            "XREADGROUP", "GROUP", GROUP_NAME, self._identity.consumer, "COUNT", count, "BLOCK", block_ms, "STREAMS", self._groups, ">",
+            "XREADGROUP", "GROUP", GROUP_NAME, self._identity.consumer, "COUNT", count, "BLOCK", block_ms,
+            "STREAMS", self._groups, ">",
         )  # fmt: skip
 
     async def unseen(self) -> list[Any]:
-        """Entries that were delivered to this consumer; after a reconnect some may never have been seen."""
+        """Entries that were delivered to this consumer; after a reconnect some may never have been seen.
+
+        Those that somebody deleted meanwhile come without fields: they are nobody's work any more, and are
+        acknowledged.
+        """
         reply = (
             await self._runner.run(
                 [("XREADGROUP", "GROUP", GROUP_NAME, self._identity.consumer, "STREAMS", self._groups, "0")]
             )
         )[0]
-        return reply[0][1] if isinstance(reply, list) and reply else []  # pyright: ignore[reportUnknownVariableType]
+        raise_first_error([reply])
+        entries: list[Any] = reply[0][1] if reply else []
+        deleted = [entry for entry, fields in entries if fields is None]
+        if deleted:
+            await self._runner.run([("XACK", self._groups, GROUP_NAME, *deleted)])
+        return [raw for raw in entries if raw[1] is not None]
 
     async def fetch(self, entries: Sequence[str]) -> list[Any]:
         """Raw entries by id, those that are gone left out."""
@@ -162,16 +190,13 @@ class WorkerTransitions:
     async def take(self, group: GroupEntry, token: str, *, observing: bool, crash_limit: int) -> Taken:
         """Turn a delivered entry into an attempt under `token`, or learn why not."""
         keys, at = self._keys, self.settings
-        crash = Failure(
-            "infra",
-            "InstanceDied",
-            f"{crash_limit} instances died or lost their lease while they ran this group",
-        )
         command = SCRIPTS["take"].call(
             [keys.batch(group.batch), self._groups, keys.owner(group.client), keys.accepted(group.batch), self._parked,
-             keys.results(group.client, self._identity.shard), keys.dead, keys.events],
-            group.batch, group.group, group.route, group.entry, group.first_row, group.rows, token, self._identity.consumer,
-            self._identity.label, int(observing), at.lease_ms, at.abandon_ms, crash_limit, crash.packed(),
+             keys.results(group.client, self._identity.shard), keys.dead, keys.events, self._delayed,
+             keys.instance(self._identity.label)],
+            group.batch, group.group, group.route, group.entry, group.first_row, group.rows, token,
+            self._identity.consumer, self._identity.label, int(observing), at.lease_ms, at.abandon_ms,
+            crash_limit, _crash(crash_limit),
         )  # fmt: skip
         reply = (await run_step(self._runner, command))[0]
         if reply[0] != b"ok":
@@ -179,7 +204,7 @@ class WorkerTransitions:
         return Taken("ok", reply[1], reply[2], reply[3], reply[4], _positions(reply[5]), reply[6])
 
     async def claim(self, limit: int, *, observing: bool, alone: bool) -> Claimed:
-        """Take over what may run again: due retries, parked groups with room, expired leases (only when `observing`)."""
+        """Take over what may run again: due retries, parked groups with room, expired leases (if `observing`)."""
         command = SCRIPTS["claim"].call(
             [self._groups, self._delayed, self._parked],
             self._identity.consumer, self._identity.label, self.settings.lease_ms, limit, int(observing), int(alone),
@@ -189,37 +214,48 @@ class WorkerTransitions:
         return Claimed([entry.decode() for entry in entries], None if due < 0 else due, parked)
 
     async def renew(self, held: Sequence[HeldGroup], slots: int, *, observing: bool) -> list[str] | None:
-        """Sign of life and renewal of all `held`; per group ok, lost or gone. None: the label belongs to another process now."""
+        """Sign of life and renewal of all `held`; per group ok, lost or gone. None: the label belongs to another
+        process now.
+        """
+        reply = (await run_step(self._runner, self._renew_command(held, slots, observing=observing)))[0]
+        return None if reply[0] != b"ok" else [word.decode() for word in reply[1:]]
+
+    def _renew_command(
+        self, held: Sequence[HeldGroup], slots: int, *, observing: bool, replacing: bool = False
+    ) -> Command:
         batches = list(dict.fromkeys(group.batch for group in held))
-        places = {batch: at + 4 for at, batch in enumerate(batches)}
+        places = {batch: at + 6 for at, batch in enumerate(batches)}
         me, at = self._identity, self.settings
         words: list[Arg] = []
         for group in held:
             words += [places[group.batch], group.entry, group.group, group.token]
-        command = SCRIPTS["renew"].call(
-            [self._groups, self._keys.instance(me.label), self._keys.shards, *map(self._keys.batch, batches)],
-            me.consumer, me.incarnation, at.instance_ttl_ms, at.key_ttl_ms, at.lease_ms, at.abandon_ms, int(observing), self._keys.prefix,
-            me.host, me.pid, len(held), slots, me.shard, *words,
+        return SCRIPTS["renew"].call(
+            [self._groups, self._keys.instance(me.label), self._delayed, self._parked, self._keys.events,
+             *map(self._keys.batch, batches)],
+            me.consumer, me.incarnation, at.instance_ttl_ms, at.key_ttl_ms, at.lease_ms, at.abandon_ms, int(observing),
+            self._keys.prefix, me.host, me.pid, len(held), slots, me.shard, int(replacing), *words,
         )  # fmt: skip
-        reply = (await run_step(self._runner, command))[0]
-        return None if reply[0] != b"ok" else [word.decode() for word in reply[1:]]
 
     async def register(self) -> None:
         """Take the label over: an older process under it will see that and stop."""
-        await self._runner.run([("DEL", self._keys.instance(self._identity.label))])
-        await self.renew([], 0, observing=False)
+        await run_step(self._runner, self._renew_command([], 0, observing=False, replacing=True))
 
-    async def accept(self, acceptances: Sequence[Acceptance]) -> list[Accepted]:
-        """Put finished rows into the broker, each acceptance all or nothing; at `maxmemory` the slower way that always finishes."""
+    async def accept(self, acceptances: Sequence[Acceptance]) -> list[Accepted | RolloutBusError]:
+        """Put finished rows into the broker, each acceptance all or nothing; at `maxmemory` the slower way that always
+        finishes.
+
+        What the broker refuses of one acceptance stands in its place as an error, and harms no other.
+        """
         answers = await run_steps(self._runner, [self._accept_step(acceptance) for acceptance in acceptances])
         return [
-            await self._accepted(acceptance, answer)
-            for acceptance, answer in zip(acceptances, answers, strict=True)
+            await self._accepted(acceptance, answer) for acceptance, answer in zip(acceptances, answers, strict=True)
         ]
 
-    async def _accepted(self, acceptance: Acceptance, answer: list[Any] | Exception) -> Accepted:
+    async def _accepted(self, acceptance: Acceptance, answer: list[Any] | Exception) -> Accepted | RolloutBusError:
         if isinstance(answer, BrokerFullError):
-            answer = await run_step(self._runner, self._accept_command(acceptance, inline=True))
+            answer = (await run_steps(self._runner, [[self._accept_command(acceptance, inline=True)]]))[0]
+        if isinstance(answer, RolloutBusError):
+            return answer
         if isinstance(answer, Exception):
             raise answer
         status, unread, detail = answer[-1]
@@ -228,8 +264,7 @@ class WorkerTransitions:
     def _accept_step(self, acceptance: Acceptance) -> Step:
         results = self._keys.results(acceptance.attempt.group.client, self._identity.shard)
         adds = [
-            ("XADD", results, "NOMKSTREAM", "*", *self._fields(acceptance.attempt, rows))
-            for rows in acceptance.rows
+            ("XADD", results, "NOMKSTREAM", "*", *self._fields(acceptance.attempt, rows)) for rows in acceptance.rows
         ]
         return [*adds, self._accept_command(acceptance, inline=False)]
 
@@ -244,12 +279,13 @@ class WorkerTransitions:
         words: list[Arg] = []
         for rows in acceptance.rows if inline else ():
             fields = self._fields(attempt, rows)
-            words += [len(fields), *fields]
+            words += [len(fields), *fields[:-1], rows.payload.joined()]
         return SCRIPTS["accept"].call(
-            [keys.batch(group.batch), keys.accepted(group.batch), keys.results(group.client, self._identity.shard), self._groups, keys.events],
+            [keys.batch(group.batch), keys.accepted(group.batch), keys.results(group.client, self._identity.shard),
+             self._groups, keys.events],
             group.batch, group.group, attempt.token, group.entry, 0 if inline else len(acceptance.rows),
             sum(rows.payload.size for rows in acceptance.rows), int(acceptance.finish), group.rows, group.first_row,
-            ",".join(map(str, acceptance.positions)), self._identity.label, *words,
+            _spelled(acceptance.positions, group.rows), self._identity.label, *words,
         )  # fmt: skip
 
     async def fail(self, attempt: Attempt, failure: Failure, *, limit: int, delay_s: float) -> str:
@@ -257,9 +293,11 @@ class WorkerTransitions:
         group, keys = attempt.group, self._keys
         failure = dataclasses.replace(failure, instance=self._identity.label, attempt=attempt.number)
         command = SCRIPTS["fail"].call(
-            [keys.batch(group.batch), self._groups, self._delayed, keys.results(group.client, self._identity.shard), keys.dead, keys.events],
-            group.batch, group.group, group.route, group.entry, group.first_row, group.rows, attempt.token, self._identity.label,
-            failure.failure_class, limit, int(delay_s * 1000), failure.packed(), f"{failure.type}: {failure.message}"[:300],
+            [keys.batch(group.batch), self._groups, self._delayed, keys.results(group.client, self._identity.shard),
+             keys.dead, keys.events],
+            group.batch, group.group, group.route, group.entry, group.first_row, group.rows, attempt.token,
+            self._identity.label, failure.failure_class, limit, int(delay_s * 1000), failure.packed(),
+            f"{failure.type}: {failure.message}"[:300],
         )  # fmt: skip
         return (await run_step(self._runner, command))[0][0].decode()
 
@@ -284,9 +322,7 @@ class WorkerTransitions:
         record = (await self._runner.run([("HGET", self._keys.shards, self._identity.shard)]))[0]
         known = parse_record(record if isinstance(record, bytes) else None)
         labels = (
-            [label for label in known.instances(self._identity.shard) if label != self._identity.label]
-            if known
-            else []
+            [label for label in known.instances(self._identity.shard) if label != self._identity.label] if known else []
         )
         if not labels:
             return False

@@ -23,6 +23,8 @@ from .timing import TimingLedger
 log = logging.getLogger("rolloutbus.collector")
 
 GroupOutcome = CompletedGroup | GroupFailure
+# Entries of an abandoned batch that are deleted in one step.
+_LEFT_AT_ONCE = 500
 
 
 @dataclass(slots=True)
@@ -91,10 +93,11 @@ class BatchCollection:
         """Groups of which something is still to come."""
         return [group for group in range(self.groups) if not self._accumulator.has_ended(group)]
 
-    def skip(self, group: int, *, completed: bool) -> None:
+    def skip(self, group: int, *, completed: bool = False, failed: bool = False) -> None:
         """A group that ended before this process's time (resume): it does not come again."""
         self._accumulator.give_up(group)
         self.completed += completed
+        self.failed += failed
         self._handed.add(group)
 
     def add(self, entry: ResultEntry) -> list[Handover]:
@@ -105,8 +108,10 @@ class BatchCollection:
             return []
         if not 0 <= entry.group < self.groups:
             raise ForeignEntryError(f"entry {entry.entry} names group {entry.group} of batch {self.batch}, which has {self.groups}")
+        self._check_rows(entry)
         if entry.group in self._handed:
-            return [Handover(self.batch, self._shards[entry.group], [], [entry.entry], 0)]
+            # It came again after the broker lost its deletion, and counts as unread there.
+            return [Handover(self.batch, self._shards[entry.group], [], [entry.entry], len(entry.payload))]
         incoming = self._incoming.setdefault(entry.group, _Incoming(since=time.monotonic()))
         if entry.entry in incoming.entries:
             return []
@@ -118,11 +123,21 @@ class BatchCollection:
             self._add_rows(entry, incoming)
         return []
 
+    def _check_rows(self, entry: ResultEntry) -> None:
+        mine = range(entry.group * self._size, (entry.group + 1) * self._size)
+        if any(index not in mine for index in entry.row_indices) or len(set(entry.row_indices)) < len(entry.row_indices):
+            raise ForeignEntryError(
+                f"entry {entry.entry} names rows {entry.row_indices} of group {entry.group} of batch {self.batch}, "
+                f"which has rows {mine.start} to {mine.stop - 1}"
+            )
+
     def _add_rows(self, entry: ResultEntry, incoming: _Incoming) -> None:
         origin = Origin(entry.instance, entry.attempt)
-        self.timing.note(entry.instance, entry.timing)
         try:
             results = [codec.decode(view) for view in unframe(entry.payload)]
+            if len(results) != len(entry.row_indices):
+                raise DecodeError(f"it holds {len(results)} results for {len(entry.row_indices)} rows")
+            self.timing.note(entry.instance, entry.timing)
         except (DecodeError, ForeignEntryError) as error:
             self._sink.on_error(BatchError(f"the results of group {entry.group} (entry {entry.entry}) cannot be read: {error}"))
             return
@@ -177,6 +192,18 @@ class BatchCollection:
                 by_shard.setdefault(self._shards[group], []).append(group)
         self._handed.update(groups)
         return [self._handover(shard, members) for shard, members in by_shard.items()]
+
+    def leftovers(self) -> list[Handover]:
+        """Once the batch is over: all its entries that nobody will have."""
+        by_shard: dict[str, list[str]] = {}
+        for group, incoming in self._incoming.items():
+            by_shard.setdefault(self._shards[group], []).extend(incoming.entries)
+        self._incoming.clear()
+        return [
+            Handover(self.batch, shard, [], entries[first : first + _LEFT_AT_ONCE], 0)
+            for shard, entries in by_shard.items()
+            for first in range(0, len(entries), _LEFT_AT_ONCE)
+        ]
 
     def _handover(self, shard: str, groups: list[int]) -> Handover:
         entries: Mapping[str, int] = {

@@ -26,21 +26,28 @@ async def merge_shard_streams(streams: Mapping[str, AsyncIterator[Item]]) -> Asy
     closes every source before it returns.
     """
     pending: dict[asyncio.Future[Item], str] = {}
+    # Each task reports itself here when it is done, so that their order is that of completion.
+    finished: asyncio.Queue[asyncio.Future[Item]] = asyncio.Queue()
+
+    def ask(label: str) -> None:
+        task = _next(streams[label])
+        pending[task] = label
+        task.add_done_callback(finished.put_nowait)
+
     try:
-        for label, stream in streams.items():
-            pending[_next(stream)] = label
+        for label in streams:
+            ask(label)
         while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                label = pending.pop(task)
-                try:
-                    item = task.result()
-                except StopAsyncIteration:
-                    continue
-                except Exception as error:
-                    raise SourceFailedError(label, error) from error
-                pending[_next(streams[label])] = label
-                yield item
+            task = await finished.get()
+            label = pending.pop(task)
+            try:
+                item = task.result()
+            except StopAsyncIteration:
+                continue
+            except (Exception, asyncio.CancelledError) as error:
+                raise SourceFailedError(label, error) from error
+            ask(label)
+            yield item
     finally:
         await _close(pending, streams)
 

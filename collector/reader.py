@@ -57,7 +57,7 @@ class Collector:
         self._handovers: deque[Handover] = deque()
         self._handover_due = asyncio.Event()
         self._handover_done = asyncio.Event()
-        self._entry_bytes = 1024.0
+        self._entry_bytes = 64.0 * 1024
 
     @property
     def shards(self) -> list[str]:
@@ -81,10 +81,10 @@ class Collector:
             await self._interrupt()
 
     def detach(self, batch: str) -> None:
-        """The batch is over; what still comes for it is deleted."""
-        self._batches.pop(batch, None)
-        if not self._batches:
-            self._work.clear()
+        """The batch is over on the broker too; what is left of it there, and what is still to be read, is deleted."""
+        over = self._batches.pop(batch, None)
+        if over is not None:
+            self._let_go(over.leftovers())
 
     def hand_over(self, batch: str, groups: Sequence[int]) -> None:
         """The trainer has these groups; their entries are deleted soon."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..broker.channel import Link, Payload
@@ -38,13 +38,17 @@ class GroupState(NamedTuple):
     first_take_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Watched:
     """A batch under watch: what is collected of it, and for each group its shard, route, rows and first row."""
 
     collection: BatchCollection
     groups: Sequence[OutgoingGroup]
     entries: Mapping[int, str]
+    # Whether the broker that answers now has been told of this batch: not before it is opened, nor while a restarted one may have lost it.
+    is_there: Callable[[], bool] = lambda: True
+    ended_since: dict[int, float] = field(default_factory=dict[int, float])
+    warned: float = 0.0
 
 
 def outline(batch: str, group: int, shard: str, route: str, rows: int, first_row: int) -> OutgoingGroup:
@@ -67,7 +71,6 @@ class Sweeper:
         self._link = link
         self._transitions = transitions
         self._absent_since: dict[str, float] = {}
-        self._warned: dict[str, float] = {}
 
     async def sweep(self, watched: Watched) -> None:
         """Look once at every group that is still out, and end those that nobody will bring."""
@@ -79,6 +82,8 @@ class Sweeper:
             [("TIME",), ("HMGET", self._keys.batch(batch), "state", *(f"g:{group}" for group in out)), ("HGETALL", self._keys.shards)]
         )
         now_ms = int(replies[0][0]) * 1000 + int(replies[0][1]) // 1000
+        if not watched.is_there():
+            return
         if replies[1][0] is None:
             watched.collection.error(UnknownBatchError(f"batch {batch} is gone from the broker; somebody deleted or closed it"))
             return
@@ -149,10 +154,18 @@ class Sweeper:
             # The entries themselves carry payloads; they are asked for only when the stream is too short to hold them all.
             if out and (await self._link.run([("XLEN", stream)]))[0] < len(out):
                 await self._expire_deleted(watched, out[:64], stream)
-            if quiet > self._settings.lease_s:
-                for state in mine:
-                    if state.status in _ENDED:
-                        self._results_lost(watched, state)
+        if quiet > self._settings.lease_s and self._link.watched_for(self._settings.lease_s):
+            self._fail_without_results(watched, states)
+
+    def _fail_without_results(self, watched: Watched, states: Sequence[GroupState]) -> None:
+        """What ended on the broker is read within moments, unless its results are gone; but at this moment it may just have ended."""
+        ended = [state for state in states if state.status in _ENDED]
+        for group in watched.ended_since.keys() - {state.group for state in ended}:
+            del watched.ended_since[group]
+        for state in ended:
+            since = watched.ended_since.setdefault(state.group, time.monotonic())
+            if time.monotonic() - since > self._settings.lease_s:
+                self._results_lost(watched, state)
 
     async def _expire_deleted(self, watched: Watched, states: Sequence[GroupState], stream: str) -> None:
         for state in states:
@@ -172,10 +185,10 @@ class Sweeper:
 
     def _warn_of_stall(self, watched: Watched, states: Sequence[GroupState], alive: Mapping[str, Sequence[str]]) -> None:
         collection = watched.collection
-        quiet = time.monotonic() - max(collection.last_progress, self._warned.get(collection.batch, 0.0))
+        quiet = time.monotonic() - max(collection.last_progress, watched.warned)
         if quiet < self._settings.stall_warning_s:
             return
-        self._warned[collection.batch] = time.monotonic()
+        watched.warned = time.monotonic()
         log.warning("batch %s: %s", collection.batch, describe_wait(watched, states, alive))
 
 

@@ -6,8 +6,11 @@ Instances run side by side and the step waits for the slowest, so a rolled-up du
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
+
+log = logging.getLogger("rolloutbus.collector")
 
 DEFAULT_PREFIX = "timing/rollout"
 AWAIT_RESULTS = "await_results"
@@ -58,9 +61,15 @@ class TimingLedger:
         """Totals as the worker packs them; later ones replace earlier ones of the same incarnation."""
         if not packed:
             return
-        totals: dict[str, Any] = json.loads(packed)
-        incarnation = str(totals.pop("incarnation", ""))
-        self._totals.setdefault(label, {})[incarnation] = {name: float(value) for name, value in totals.items()}
+        try:
+            totals: dict[str, Any] = json.loads(packed)
+            incarnation = str(totals.pop("incarnation", ""))
+            seconds = {name: float(value) for name, value in totals.items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            # Times are no reason to lose results.
+            log.warning("the times that %s reports cannot be read (%s)", label, error)
+            return
+        self._totals.setdefault(label, {})[incarnation] = seconds
 
     def metrics(self, prefix: str, collect_s: float) -> dict[str, float]:
         """Everything of section 8: per instance, rolled up, exact share over the batch, routing."""

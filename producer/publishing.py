@@ -7,7 +7,6 @@ over its bound; an empty queue admits one group of any size. The wait says its n
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import json
 import logging
@@ -29,6 +28,9 @@ log = logging.getLogger("rolloutbus.producer")
 # One write holds about this much: enough that a round trip costs little per group, little enough that work begins at once.
 WRITE_BYTES = 256 * 1024
 WRITE_GROUPS = 64
+FIRST_WRITE_GROUPS = 2
+# A write that was refused for want of memory is tried again below this share of maxmemory.
+FULL_RATIO = 0.98
 _POLL_S = 0.02
 _SAY_EVERY_S = 30.0
 _MEMORY_CHECK_EVERY_S = 0.5
@@ -42,9 +44,16 @@ class Publication:
     groups: Sequence[PromptGroup]
     num_generations: int
     entries: dict[int, str] = field(default_factory=dict[int, str])
-    published: int = 0
+    placed: set[int] = field(default_factory=set[int])
+    expected: int | None = None
+    opened: bool = False
     sealed: bool = False
     waiting_for: str = ""
+
+    @property
+    def published(self) -> int:
+        """How many groups have been on the broker, each counted once."""
+        return len(self.placed)
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -59,7 +68,8 @@ class Publication:
     @property
     def spec(self) -> BatchSpec:
         rows = sum(len(group.rows) for group in self.groups)
-        return BatchSpec(self.batch, len(self.groups), rows, self.num_generations, self.shards, self.layout)
+        groups = len(self.groups) if self.expected is None else self.expected
+        return BatchSpec(self.batch, groups, rows, self.num_generations, self.shards, self.layout)
 
 
 def _destination(group: PromptGroup) -> tuple[str, str]:
@@ -68,7 +78,9 @@ def _destination(group: PromptGroup) -> tuple[str, str]:
 
 def encode_group(batch: str, group: PromptGroup, max_bytes: int) -> OutgoingGroup:
     """A group ready for the wire; raises `EncodeError` or `PayloadTooLargeError` naming the row."""
-    payload = Payload.of(codec.encode_rows(group.rows, first_row=group.first_row))
+    # The caller may have stamped the same rows for another batch meanwhile.
+    rows = [{**row, "_rowidx": index} for index, row in enumerate(group.rows, start=group.first_row)]
+    payload = Payload.of(codec.encode_rows(rows, first_row=group.first_row))
     if payload.size > max_bytes:
         raise PayloadTooLargeError(
             f"the group that begins at row {group.first_row} is {payload.size} bytes, above max_payload_bytes ({max_bytes}); "
@@ -88,40 +100,57 @@ class Producer:
         self._memory_checked = 0.0
 
     async def publish(self, publication: Publication) -> None:
-        """Open the batch, publish all its groups, seal it. May be called again after a lost broker: what is there stays."""
-        await self._transitions.open(publication.spec)
-        by_shard = {shard: [g for g in publication.groups if g.shard == shard] for shard in publication.shards}
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for groups in by_shard.values():
-                    tasks.create_task(self._publish_shard(publication, groups))
-        except BaseExceptionGroup as several:
-            raise several.exceptions[0] from None
-        await self._seal(publication)
+        """Open the batch, publish all its groups, seal it. May be called again after a lost reply: what is there stays."""
+        await self._open(publication)
+        await self._publish_groups(publication, publication.groups)
+        await self._seal(publication, as_it_is=False)
 
     async def republish(self, publication: Publication, missing: Sequence[PromptGroup]) -> None:
         """After the broker lost data: open the batch again if it is gone, and publish what has not come back."""
-        publication.sealed = False
-        await self._transitions.open(dataclasses.replace(publication.spec, groups=len(missing)))
-        await self._publish_shard(publication, missing)
-        await self._seal(publication)
+        publication.sealed, publication.expected = False, len(missing)
+        await self._open(publication)
+        await self._publish_groups(publication, missing)
+        await self._seal(publication, as_it_is=True)
 
-    async def _seal(self, publication: Publication) -> None:
-        status = await self._transitions.seal(publication.batch)
+    async def _open(self, publication: Publication) -> str:
+        while True:
+            await self._memory_has_room(publication)
+            try:
+                status = await self._transitions.open(publication.spec)
+            except BrokerFullError as error:
+                await self._wait(publication, str(error), lambda: self._room(FULL_RATIO))
+                continue
+            publication.opened = True
+            return status
+
+    async def _publish_groups(self, publication: Publication, groups: Sequence[PromptGroup]) -> None:
+        by_shard: dict[str, list[PromptGroup]] = {}
+        for group in groups:
+            by_shard.setdefault(group.shard, []).append(group)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for members in by_shard.values():
+                    tasks.create_task(self._publish_shard(publication, members))
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None
+
+    async def _seal(self, publication: Publication, *, as_it_is: bool) -> None:
+        status = await self._transitions.seal(publication.batch, as_it_is=as_it_is)
         if status != "ok":
             raise BatchError(f"batch {publication.batch} could not be sealed: the broker does not hold all its groups")
         publication.sealed = True
 
     async def _publish_shard(self, publication: Publication, groups: Sequence[PromptGroup]) -> None:
-        at = 0
+        at, most = 0, FIRST_WRITE_GROUPS
         while at < len(groups):
             await self._memory_has_room(publication)
             writes: list[OutgoingGroup] = []
             size = 0
-            while at < len(groups) and len(writes) < WRITE_GROUPS and size < WRITE_BYTES:
+            while at < len(groups) and len(writes) < most and size < min(WRITE_BYTES, self._settings.max_queued_bytes):
                 writes.append(encode_group(publication.batch, groups[at], self._settings.max_payload_bytes))
                 size += writes[-1].payload.size
                 at += 1
+            most = min(2 * most, WRITE_GROUPS)
             queued = await self._write(publication, writes)
             if queued > self._settings.max_queued_bytes:
                 await self._queue_has_room(publication, writes[-1].shard)
@@ -130,25 +159,28 @@ class Producer:
         """Publish `writes` until all are on their stream; returns the bytes then queued for their shard."""
         queued = 0
         while writes:
-            left: list[OutgoingGroup] = []
-            for group, answer in zip(writes, await self._transitions.publish(writes), strict=True):
+            answers = await self._transitions.publish(writes)
+            full: list[OutgoingGroup] = []
+            homeless: list[OutgoingGroup] = []
+            for group, answer in zip(writes, answers, strict=True):
                 if isinstance(answer, BrokerFullError):
-                    left.append(group)
+                    full.append(group)
                 elif isinstance(answer, Exception):
                     raise answer
+                elif answer.status == "no-stream":
+                    homeless.append(group)
                 else:
-                    queued = max(queued, self._note(publication, group, answer, left))
-            if left:
-                await self._wait(publication, f"the broker is at maxmemory; {len(left)} groups wait", lambda: self._room(0.98))
-                await self._transitions.open(publication.spec)
-            writes = left
+                    queued = max(queued, self._note(publication, group, answer))
+            if homeless and await self._open(publication) == "ok":
+                raise BatchError(f"batch {publication.batch} vanished from the broker while it was being published")
+            if full:
+                what = f"the broker is at maxmemory; {len(full)} groups wait"
+                await self._wait(publication, what, lambda: self._room(FULL_RATIO))
+            writes = [*homeless, *full]
         return queued
 
-    def _note(self, publication: Publication, group: OutgoingGroup, answer: Published, left: list[OutgoingGroup]) -> int:
-        if answer.status == "no-stream":
-            left.append(group)
-            return 0
-        publication.published += 1
+    def _note(self, publication: Publication, group: OutgoingGroup, answer: Published) -> int:
+        publication.placed.add(group.group)
         if answer.entry:
             publication.entries[group.group] = answer.entry
         return answer.queued_bytes
@@ -181,6 +213,8 @@ class Producer:
         started = said = time.monotonic()
         publication.waiting_for = what
         try:
+            # Once in any case: a broker that refuses for another reason than its memory says that it has room.
+            await asyncio.sleep(_POLL_S)
             while not await room():
                 await asyncio.sleep(_POLL_S)
                 if time.monotonic() - said > _SAY_EVERY_S:

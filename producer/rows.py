@@ -37,6 +37,8 @@ def check_rows(rows: Sequence[Any], num_generations: int) -> None:
         raise RowTypeError(f"num_generations must be an integer, but is {num_generations!r}")
     if num_generations <= 0:
         raise RowError(f"num_generations must be at least 1, but is {num_generations}")
+    if not hasattr(rows, "__len__"):
+        raise RowTypeError(f"the rows are a {type(rows).__name__}; give a list of dicts")
     if not rows:
         raise RowError("the batch is empty; give at least one row")
     if len(rows) % num_generations:
@@ -44,8 +46,13 @@ def check_rows(rows: Sequence[Any], num_generations: int) -> None:
             f"{len(rows)} rows are no multiple of num_generations={num_generations}; each prompt needs all its generations, "
             f"the last group has {len(rows) % num_generations}"
         )
+    seen: dict[int, int] = {}
     for index, row in enumerate(rows):
         _check_row(index, row)
+        if (first := seen.setdefault(id(row), index)) != index:
+            raise RowError(
+                f"rows {first} and {index} are one and the same dict, and each row is stamped with its own index; give each its own copy"
+            )
 
 
 def _check_row(index: int, row: Any) -> None:
@@ -73,7 +80,15 @@ def plan_groups(rows: Sequence[Row], route_map: Mapping[str, str], num_generatio
 
 def _common_route(rows: Sequence[Row], first: int) -> str:
     routes: list[str] = []
+    before: Row = {}
     for at, row in enumerate(rows):
+        if (
+            routes
+            and row.get("agent_ref") == before.get("agent_ref")
+            and row.get("task_source") == before.get("task_source")
+        ):
+            continue
+        before = row
         try:
             routes.append(route_of(row))
         except RouteError as error:

@@ -13,21 +13,17 @@ from typing import Any
 
 from ..broker import codec
 from ..broker.channel import Payload
-from ..broker.errors import DecodeError, RolloutBusError
+from ..broker.errors import DecodeError, EnvironmentContractError, PayloadTooLargeError, RolloutBusError
 from ..broker.messages import Failure
 from ..broker.worker_transitions import Attempt, Taken, WorkerTransitions
-from .environments.base import Environment, Row
+from .environments.base import Environment, ReportsTiming, Row
 from .failures import describe, retry_delay
 from .finishing import Finisher, LostAttemptError, Outgoing
-from .running import run_rows
+from .running import EnvironmentCancelledError, run_rows
 from .timing import BatchTiming, InstanceTiming
 from .worker_settings import WorkerSettings
 
 log = logging.getLogger("rolloutbus.worker")
-
-
-class HandBackError(Exception):
-    """The instance is going and gives the group back."""
 
 
 class DeadlineExceededError(RolloutBusError, TimeoutError):
@@ -56,7 +52,10 @@ class AttemptRunner:
         timing.add("queue_wait", now - taken.queued_ms / 1000, now)
         timing.count_group()
         outgoing = self._finisher.begin(
-            attempt, whole=self._settings.commit == "group", timing=lambda: self._timing.packed(attempt.group.batch)
+            attempt,
+            whole=self._settings.commit == "group",
+            timing=lambda: self._timing.packed(attempt.group.batch),
+            missing=attempt.group.rows - len(taken.accepted),
         )
         try:
             return await self._run(attempt, taken, outgoing, stopped, timing)
@@ -72,17 +71,17 @@ class AttemptRunner:
         try:
             await asyncio.wait({work, stopped, outgoing.settled}, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if not work.done():
+            # What ended by itself, not what gives way to the cancellation below.
+            ended = work.done()
+            if not ended:
                 await self._cancel(work, attempt)
             timing.add("environment", started, time.monotonic())
         if stopped.done():
             return await self._stopped(attempt, stopped.result())
         if outgoing.settled.done() or (work.done() and not work.cancelled() and work.exception() is None):
             return await self._settled(attempt, taken, outgoing, timing)
-        if work.done() and not work.cancelled():
-            error = work.exception()
-            assert error is not None
-            return await self._failed(attempt, taken, error)
+        if ended:
+            return await self._failed(attempt, taken, _error_of(work))
         return await self._failed(attempt, taken, DeadlineExceededError(
             f"group {attempt.group.group} did not finish within {self._settings.group_timeout_s:g} s over all its attempts; "
             "raise group_timeout_s or look for a rollout that never ends"
@@ -94,7 +93,11 @@ class AttemptRunner:
         on_result = self._publisher(outgoing, taken.accepted, group.first_row, rows, timing)
         independent = self._settings.rerun == "missing"
         if rows:
+            group_id = rows[0]["_group_id"]
             await run_rows(self._environment, rows, on_result, independent=independent)
+            if isinstance(self._environment, ReportsTiming):
+                for name, seconds in self._environment.take_timing(group_id).items():
+                    timing.spend(name, seconds)
         self._finisher.complete(outgoing)
 
     def _rows(self, attempt: Attempt, taken: Taken) -> list[Row]:
@@ -104,7 +107,9 @@ class AttemptRunner:
         if len(rows) != group.rows:
             raise DecodeError(f"group {group.group} holds {len(rows)} rows and says {group.rows}; it was changed on the broker")
         identity = f"{group.batch}:{group.group}:{attempt.number}"
-        for row in rows:
+        for at, row in enumerate(rows, start=group.first_row):
+            if row.get("_rowidx") != at:
+                raise DecodeError(f"row {at} says that it is row {row.get('_rowidx')!r}; it was changed on the broker")
             row["_group_id"] = identity
         if self._settings.rerun == "missing":
             rows = [row for at, row in enumerate(rows) if at not in taken.accepted]
@@ -114,18 +119,22 @@ class AttemptRunner:
         self, outgoing: Outgoing, accepted: frozenset[int], first_row: int, rows: list[Row], timing: BatchTiming
     ) -> Callable[[int, Mapping[str, Any]], None]:
         limit = self._transitions.settings.max_payload_bytes
+        # Once and for all: the rows belong to the environment now, which may change them.
+        indices = [row["_rowidx"] for row in rows]
+        began = time.monotonic()
 
         def publish(at: int, result: Mapping[str, Any]) -> None:
-            index = rows[at]["_rowidx"]
+            index = indices[at]
             if index - first_row in accepted:
                 return
             started = time.monotonic()
             payload = Payload.of(codec.encode(result, where=f"result of row {index}"))
             if payload.size > limit:
-                raise DecodeError(
+                raise PayloadTooLargeError(
                     f"the result of row {index} is {payload.size} bytes, above max_payload_bytes ({limit}); return less, or raise the limit"
                 )
-            timing.add("postprocess_results", started, time.monotonic())
+            timing.spend("postprocess_results", time.monotonic() - started)
+            timing.add("environment", began, started)
             self._finisher.add(outgoing, index - first_row, payload)
 
         return publish
@@ -168,6 +177,13 @@ class AttemptRunner:
             work.add_done_callback(lambda task: task.cancelled() or task.exception())
         elif not work.cancelled():
             work.exception()
+
+
+def _error_of(work: asyncio.Task[None]) -> BaseException:
+    """What a rollout that ended by itself ended with."""
+    if work.cancelled():
+        return EnvironmentCancelledError("the environment cancelled the task that ran it; let it raise what went wrong")
+    return work.exception() or EnvironmentContractError("the environment ended without a word")
 
 
 def _log_failure(attempt: Attempt, failure: Failure, outcome: str, delay: float) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import random
 import traceback
-from typing import Any
+from typing import Any, cast
 
+from ..broker.errors import BrokerFullError
 from ..broker.messages import Failure
 from .worker_settings import WorkerSettings
 
@@ -24,14 +25,14 @@ def http_status(error: BaseException) -> int | None:
         for name in ("status_code", "status", "code"):
             status: Any = getattr(source, name, None)
             if isinstance(status, int) and 100 <= status <= 599:
-                return status
+                return int(status)
     return None
 
 
 def describe(error: BaseException) -> Failure:
     """`error` as a `Failure`; instance and attempt are filled in where it is reported."""
     status = http_status(error)
-    text = str(error)
+    text = _text(error)
     body = getattr(error, "response_content", None)
     if body:
         text += f": {body.decode(errors='replace') if isinstance(body, bytes) else body}"
@@ -44,10 +45,20 @@ def describe(error: BaseException) -> Failure:
     )
 
 
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # an environment's exception is an environment's code
+        return f"(its message cannot be read: {type(broken).__name__})"
+
+
 def _is_infra(error: BaseException, status: int | None) -> bool:
     if status is not None:
         return status >= 500 or status in _INFRA_STATUS
-    if isinstance(error, (TimeoutError, ConnectionError, asyncio.IncompleteReadError)):
+    if isinstance(error, BaseExceptionGroup):
+        inner = cast("BaseExceptionGroup[BaseException]", error).exceptions
+        return all(_is_infra(one, http_status(one)) for one in inner)
+    if isinstance(error, (TimeoutError, ConnectionError, asyncio.IncompleteReadError, BrokerFullError)):
         return True
     # HTTP clients have their own families for these and no common base class.
     names = {base.__name__ for base in type(error).__mro__}

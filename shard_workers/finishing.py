@@ -16,6 +16,8 @@ from ..broker.messages import frame
 from ..broker.worker_transitions import Acceptance, Accepted, Attempt, Rows, WorkerTransitions
 
 ENTRY_BYTES = 256 * 1024
+# A step is one transaction: the server runs it whole, so a group of large rows goes in several.
+STEP_BYTES = 1 << 20
 # One write holds about this much, so that a hundred large groups that end together do not fill the connection for seconds.
 WRITE_BYTES = 4 << 20
 
@@ -24,8 +26,8 @@ class LostAttemptError(RolloutBusError, RuntimeError):
     """The broker refused a write: the attempt lost its lease or its batch is closed."""
 
 
-class IncompleteGroupError(RolloutBusError, RuntimeError):
-    """A finish did not cover every row of its group."""
+class IncompleteGroupError(RolloutBusError, ConnectionError):
+    """A finish did not cover every row of its group: the broker lost what it had accepted, so another attempt may do."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +40,8 @@ class Outgoing:
     rows: dict[int, Payload] = field(default_factory=dict[int, Payload])
     complete: bool = False
     timing: Callable[[], str] = str
+    # Rows that have not been added yet; the instance's times travel with the last one.
+    missing: int = 0
 
     @property
     def ready(self) -> bool:
@@ -65,13 +69,15 @@ class Finisher:
         self._waiting: dict[Outgoing, None] = {}
         self._wake = asyncio.Event()
 
-    def begin(self, attempt: Attempt, *, whole: bool, timing: Callable[[], str]) -> Outgoing:
-        """Announce an attempt; `whole` holds its rows back until the group is complete."""
-        return Outgoing(attempt, asyncio.get_running_loop().create_future(), whole, timing=timing)
+    def begin(self, attempt: Attempt, *, whole: bool, timing: Callable[[], str], missing: int) -> Outgoing:
+        """Announce an attempt; `whole` holds its `missing` rows back until the group is complete."""
+        settled = asyncio.get_running_loop().create_future()
+        return Outgoing(attempt, settled, whole, timing=timing, missing=missing)
 
     def add(self, outgoing: Outgoing, position: int, payload: Payload) -> None:
         """A row is finished."""
         outgoing.rows[position] = payload
+        outgoing.missing -= 1
         if not outgoing.whole:
             self._enqueue(outgoing)
 
@@ -84,7 +90,8 @@ class Finisher:
         """The attempt ended another way; what was not written yet is not written any more."""
         self._waiting.pop(outgoing, None)
         outgoing.rows.clear()
-        outgoing.settled.cancel()
+        if not outgoing.settled.cancel() and not outgoing.settled.cancelled():
+            outgoing.settled.exception()  # nobody else asks any more, and asyncio would complain
 
     def _enqueue(self, outgoing: Outgoing) -> None:
         self._waiting[outgoing] = None
@@ -105,10 +112,19 @@ class Finisher:
         while self._waiting and size <= WRITE_BYTES:
             outgoing = next(iter(self._waiting))
             del self._waiting[outgoing]
-            rows, outgoing.rows = outgoing.rows, {}
-            writes.append(_Write(outgoing, rows, Acceptance(outgoing.attempt, _share(rows, outgoing), outgoing.complete)))
-            size += sum(payload.size for payload in rows.values())
+            writes.append(self._next_of(outgoing))
+            size += sum(payload.size for payload in writes[-1].rows.values())
         return writes
+
+    def _next_of(self, outgoing: Outgoing) -> _Write:
+        """What goes in one step; of large rows only the first, so that they flow while the rest is still being written."""
+        rows = outgoing.rows if outgoing.whole else _first_step(outgoing.rows)
+        outgoing.rows = {at: payload for at, payload in outgoing.rows.items() if at not in rows}
+        if outgoing.rows:
+            self._enqueue(outgoing)
+        timing = str if outgoing.rows or outgoing.missing > 0 else outgoing.timing
+        finish = outgoing.complete and not outgoing.rows
+        return _Write(outgoing, rows, Acceptance(outgoing.attempt, _share(rows, timing), finish))
 
     async def _write(self, writes: list[_Write]) -> None:
         try:
@@ -118,7 +134,10 @@ class Finisher:
                 write.outgoing.give_up(error)
             return
         for write, answer in zip(writes, answers, strict=True):
-            self._settle(write, answer)
+            if isinstance(answer, RolloutBusError):
+                write.outgoing.give_up(answer)
+            else:
+                self._settle(write, answer)
 
     def _settle(self, write: _Write, answer: Accepted) -> None:
         outgoing = write.outgoing
@@ -140,15 +159,28 @@ class Finisher:
             outgoing.give_up(LostAttemptError(answer.status))
 
 
-def _share(rows: dict[int, Payload], outgoing: Outgoing) -> list[Rows]:
-    """Rows as entries of up to ENTRY_BYTES; the last one carries the instance's times when it ends the group."""
-    entries = [
-        Rows(tuple(at for at, _ in chunk), frame([payload for _, payload in chunk])) for chunk in _chunks(rows.items())
+def _first_step(rows: dict[int, Payload]) -> dict[int, Payload]:
+    first: dict[int, Payload] = {}
+    size = 0
+    for at, payload in rows.items():
+        if first and size + payload.size > STEP_BYTES:
+            break
+        first[at] = payload
+        size += payload.size
+    return first
+
+
+def _share(rows: dict[int, Payload], timing: Callable[[], str]) -> list[Rows]:
+    """Rows as entries of up to ENTRY_BYTES; the last one carries the instance's times where there are any to tell."""
+    chunks = _chunks(rows.items())
+    return [
+        Rows(
+            tuple([at for at, _ in chunk]),
+            frame([payload for _, payload in chunk]),
+            timing() if chunk is chunks[-1] else "",
+        )
+        for chunk in chunks
     ]
-    if entries and outgoing.complete:
-        last = entries[-1]
-        entries[-1] = Rows(last.positions, last.payload, outgoing.timing())
-    return entries
 
 
 def _chunks(rows: Iterable[tuple[int, Payload]]) -> list[list[tuple[int, Payload]]]:

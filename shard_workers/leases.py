@@ -6,6 +6,7 @@ The renewal's answer also tells which groups were cancelled or taken over, and w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -45,7 +46,8 @@ class LeaseKeeper:
         self._on_replaced = on_replaced
         self._held: dict[str, HeldGroup] = {}
         self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._stopped = False
+        self._renewing: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
         self._thread: threading.Thread | None = None
         self._owner: asyncio.AbstractEventLoop | None = None
 
@@ -66,29 +68,37 @@ class LeaseKeeper:
 
     async def stop(self) -> None:
         """End the thread; safe twice."""
-        self._stop.set()
+        with self._lock:
+            self._stopped, renewing = True, self._renewing
+        if renewing is not None:
+            loop, task = renewing
+            # Where the loop has ended there is nothing to cancel.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(task.cancel)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
             self._thread = None
 
     def _main(self) -> None:
-        asyncio.run(self._renew_for_ever())
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(self._renew_for_ever())
 
     async def _renew_for_ever(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        with self._lock:
+            self._renewing = (asyncio.get_running_loop(), task)
         link = Link(self._settings, f"leases:{self._identity.label}", load_scripts)
         transitions = WorkerTransitions(link, self._keys, self._settings, self._identity)
-        pause = min(0.05, self._settings.renew_every_s)
         try:
-            while not self._stop.is_set():
+            while not self._stopped:
                 try:
                     await self._renew(link, transitions)
                 except RolloutBusError as error:
                     log.warning("%s: cannot renew its leases (%s)", self._identity.label, error)
-                # The stop flag is a thread's; polling it costs nothing at this rate.
-                for _ in range(round(self._settings.renew_every_s / pause)):
-                    if self._stop.is_set():
-                        break
-                    await asyncio.sleep(pause)
+                except Exception:  # a thread that ends unseen would cost every group its lease
+                    log.exception("%s: cannot renew its leases", self._identity.label)
+                await asyncio.sleep(self._settings.renew_every_s)
         finally:
             await link.close()
 
@@ -98,7 +108,7 @@ class LeaseKeeper:
         observing = link.watched_for(self._settings.lease_s)
         answers = await transitions.renew(held, self._slots, observing=observing)
         if answers is None:
-            self._stop.set()
+            self._stopped = True
             self._call(self._on_replaced)
             return
         for group, answer in zip(held, answers, strict=True):
@@ -110,4 +120,4 @@ class LeaseKeeper:
         try:
             self._owner.call_soon_threadsafe(callback, *args)
         except RuntimeError:  # the loop is closed: the worker has ended, there is nobody to tell
-            self._stop.set()
+            self._stopped = True

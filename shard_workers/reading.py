@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -23,6 +24,12 @@ from .slots import Slots
 log = logging.getLogger("rolloutbus.worker")
 
 RawEntry = Any
+# One entry at a time shares a short queue evenly among replicas. Behind a long one that costs a round trip per group, so after this
+# many reads that did not have to wait a few are read at once.
+LONG_QUEUE_READS = 16
+LONG_QUEUE_COUNT = 4
+# A read that took longer has waited for an entry to come.
+READ_WAITED_S = 0.005
 # Unblocking races with the read's begin, so it is repeated until the read has returned.
 _UNBLOCK_EVERY_S = 0.02
 
@@ -37,6 +44,7 @@ class GroupReader:
         self._purpose = purpose
         self._channel: Channel | None = None
         self._reading = False
+        self._in_a_row = 0
         self._stopped = False
 
     async def entries(self, slots: Slots) -> AsyncIterator[RawEntry]:
@@ -45,7 +53,8 @@ class GroupReader:
         while not self._stopped:
             await slots.any_free()
             try:
-                got = await (self._read(self._channel) if self._channel and not self._channel.broken else self._connect())
+                ready = self._channel if self._channel is not None and not self._channel.broken else None
+                got = await (self._read(ready, slots.free) if ready else self._connect())
                 failures = 0
             except (BrokerUnavailableError, BrokerTimeoutError) as error:
                 failures += 1
@@ -71,12 +80,15 @@ class GroupReader:
         self._channel = channel
         return pending
 
-    async def _read(self, channel: Channel) -> list[RawEntry]:
+    async def _read(self, channel: Channel, free: int) -> list[RawEntry]:
         if self._stopped:
             return []
+        # What waited here for a slot could run elsewhere.
+        count = min(free, LONG_QUEUE_COUNT) if self._in_a_row >= LONG_QUEUE_READS else 1
         self._reading = True
+        started = time.monotonic()
         try:
-            reply = (await channel.send([self._transitions.read_command(1, int(self._settings.block_s * 1000))]))[0]
+            reply = (await channel.send([self._transitions.read_command(count, int(self._settings.block_s * 1000))]))[0]
         finally:
             self._reading = False
         if isinstance(reply, ReplyError):
@@ -84,7 +96,10 @@ class GroupReader:
                 await self._transitions.prepare()
                 return []
             raise translate(reply, "the broker")
-        return reply[0][1] if reply else []
+        entries: list[RawEntry] = reply[0][1] if reply else []
+        full = len(entries) == count and time.monotonic() - started < READ_WAITED_S
+        self._in_a_row = self._in_a_row + 1 if full else 0
+        return entries
 
     async def stop(self) -> None:
         """No read begins any more; one that waits returns at once, and what it got is delivered."""

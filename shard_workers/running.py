@@ -7,8 +7,8 @@ against its contract becomes an error of this attempt.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from ..broker.errors import EnvironmentContractError
@@ -21,13 +21,7 @@ class EnvironmentCancelledError(EnvironmentContractError):
     """The environment raised `CancelledError` although nobody cancelled it."""
 
 
-class RowFailedError(Exception):
-    """A row failed and its siblings went on; `__cause__` is what the environment gave for it."""
-
-
-async def run_rows(
-    environment: Environment, rows: Sequence[Row], on_result: OnResult, *, independent: bool
-) -> None:
+async def run_rows(environment: Environment, rows: Sequence[Row], on_result: OnResult, *, independent: bool) -> None:
     """Run `rows` of one group; calls `on_result(position, result)` in completion order, once per row.
 
     With `independent` rows a failed one lets its siblings finish, else it ends the attempt at once. Raises the row's exception, or
@@ -36,14 +30,18 @@ async def run_rows(
     outcomes = _Outcomes(rows)
     failed: BaseException | None = None
     try:
-        async with aclosing(outcomes.check(environment.run_rollouts(rows))) as checked:
-            async for position, result in checked:
+        async with closing_stream(environment.run_rollouts(rows)) as stream:
+            async for item in stream:
+                position, result = outcomes.check(item)
                 if not isinstance(result, BaseException):
                     on_result(position, result)
                     continue
-                failed = failed or result
+                failed = result if failed is None else failed
                 if not independent:
                     break
+    # Left alone, it would end the event loop and with it every other group of this instance.
+    except SystemExit as error:
+        raise EnvironmentContractError(f"the environment raised SystemExit({error}); let it raise an error") from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -63,16 +61,8 @@ class _Outcomes:
         self._positions = {row["_rowidx"]: at for at, row in enumerate(rows)}
         self._open = set(self._positions)
 
-    async def check(self, stream: Any) -> AsyncGenerator[tuple[int, Any], None]:
-        if not hasattr(stream, "__aiter__"):
-            raise EnvironmentContractError(
-                f"run_rollouts returned {type(stream).__name__}; it must return an async iterator of (row, result)"
-            )
-        async with aclosing(_closable(stream)) as items:
-            async for item in items:
-                yield self._checked(item)
-
-    def _checked(self, item: Any) -> tuple[int, Any]:
+    def check(self, item: Any) -> tuple[int, dict[str, Any] | BaseException]:
+        """The position of the row that came back, and its result; raises what is wrong with the item."""
         pair = cast("tuple[Any, ...]", item) if isinstance(item, tuple) else ()
         if len(pair) != 2:
             raise EnvironmentContractError(f"run_rollouts yielded {_short(item)}; it must yield (row, result)")
@@ -86,7 +76,9 @@ class _Outcomes:
         if index not in self._open:
             raise EnvironmentContractError(f"row {index} came back twice; yield each row once")
         if not isinstance(result, (dict, BaseException)):
-            raise EnvironmentContractError(f"row {index} came back with {_short(result)} as its result; it must be a dict")
+            raise EnvironmentContractError(
+                f"row {index} came back with {_short(result)} as its result; it must be a dict"
+            )
         self._open.discard(index)
         return self._positions[index], cast("dict[str, Any] | BaseException", result)
 
@@ -97,11 +89,17 @@ class _Outcomes:
             )
 
 
-async def _closable(stream: Any) -> AsyncGenerator[Any, None]:
-    """Closes what can be closed, so that leaving early ends the environment's tasks."""
+@asynccontextmanager
+async def closing_stream(stream: Any) -> AsyncGenerator[AsyncIterator[Any], None]:
+    """The stream, closed at the end if it can be, so that leaving early ends the environment's tasks."""
+    if not hasattr(stream, "__aiter__"):
+        if asyncio.iscoroutine(stream):
+            stream.close()
+        raise EnvironmentContractError(
+            f"run_rollouts returned {type(stream).__name__}; it must return an async iterator of (row, result)"
+        )
     try:
-        async for item in stream:
-            yield item
+        yield stream
     finally:
         close = getattr(stream, "aclose", None)
         if close is not None:

@@ -7,7 +7,7 @@ from collections import deque
 
 
 class Slots:
-    """`total` places, taken and given back in one event loop; waiters are served in order."""
+    """`total` places, taken and given back in one event loop; a place that comes free wakes all who wait, in order."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -40,8 +40,8 @@ class Slots:
     def release(self) -> None:
         """Give a place back."""
         self.free += 1
-        while self._waiters:
-            waiter = self._waiters.popleft()
+        # All of them look again, in order: one that only wanted to know, or was cancelled, would keep the word to itself.
+        waiters, self._waiters = self._waiters, deque()
+        for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
-                break

@@ -16,11 +16,16 @@ class BatchTiming:
 
     def __init__(self) -> None:
         self._spans: dict[str, IntervalUnion] = {}
+        self._spent: dict[str, float] = {}
         self._extra: dict[str, float] = {}
         self._groups = 0
 
     def add(self, name: str, start: float, end: float) -> None:
         self._spans.setdefault(name, IntervalUnion()).add(start, end)
+
+    def spend(self, name: str, seconds: float) -> None:
+        """Time that cannot overlap with itself, because it is spent in the event loop."""
+        self._spent[name] = self._spent.get(name, 0.0) + seconds
 
     def count_group(self) -> None:
         self._groups += 1
@@ -30,7 +35,7 @@ class BatchTiming:
         self._extra[name] = value
 
     def totals(self) -> dict[str, float]:
-        return {**self._extra, **{name: span.total for name, span in self._spans.items()}, "groups": self._groups}
+        return {**self._extra, **self._spent, **{name: span.total for name, span in self._spans.items()}, "groups": self._groups}
 
 
 class InstanceTiming:

@@ -128,9 +128,14 @@ class ShardWorker:
             log.error("%s: set aside to the dead letters: %s", self.identity.label, error)
             await self._transitions.set_aside(entry, str(error))
             return
-        await self._slots.occupy()
+        # Before waiting for a slot: reader and claimer may both be given this entry.
         self._in_hand[entry] = stopped = asyncio.get_running_loop().create_future()
-        if self._releasing:
+        try:
+            await self._slots.occupy()
+        except asyncio.CancelledError:
+            del self._in_hand[entry]
+            raise
+        if self._releasing and not stopped.done():
             stopped.set_result("release")
         task = asyncio.create_task(self._serve(group, stopped), name=f"attempt {group.batch} {group.group}")
         self._tasks.add(task)
@@ -211,9 +216,14 @@ class ShardWorker:
         for stopped in self._in_hand.values():
             if not stopped.done():
                 stopped.set_result("release")
-        await asyncio.wait([reader, claimer])
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        # A broker that is away cannot be told: the leases end there by themselves.
+        try:
+            async with asyncio.timeout(self._broker.command_timeout_s + self.settings.cancel_grace_s):
+                await asyncio.wait([reader, claimer])
+                if self._tasks:
+                    await asyncio.wait(self._tasks)
+        except TimeoutError:
+            log.warning("%s: the broker is away; %d groups are left to their leases", self.identity.label, len(self._tasks))
 
     async def _clean_up(self, duties: Sequence[asyncio.Task[Any]]) -> None:
         await self._leases.stop()

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- A client that came back takes a sealed batch of its former self over. KEYS: batch, owner | ARGV: incarnation, client
 local mine = redis.call('GET', KEYS[2])
 if not mine or string.match(mine, '^%S+') ~= ARGV[1] then return { 'not-owner' } end

@@ -19,7 +19,6 @@ local function bury(k, w, r)
   end
   if tonumber(r.attempt) == 0 then count_queued(k.batch, k.groups, -tonumber(r.bytes)) end
   r.status = 'failed'
-  r.token = '-'
   save(k.batch, w.group, r)
   redis.call('HINCRBY', k.batch, 'failed', 1)
   note(k.events, 'dead', w.batch, w.group, r.attempt, r.instance, w.reason)

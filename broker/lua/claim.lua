@@ -34,7 +34,11 @@ for _ = 1, 32 do
   local head = redis.call('ZRANGEBYSCORE', KEYS[3], rank, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
   if #out >= limit or #head == 0 then break end
   local room = has_room(string.match(head[1], '^%S+'))
-  if room == nil then redis.call('ZREMRANGEBYSCORE', KEYS[3], head[2], head[2])
+  if room == nil then
+    for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], head[2], head[2])) do
+      redis.call('ZREM', KEYS[3], member)
+      drop_entry(groups, string.match(member, '(%S+)$'))
+    end
   elseif room then
     for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], head[2], head[2], 'LIMIT', 0, limit - #out)) do
       redis.call('ZREM', KEYS[3], member)

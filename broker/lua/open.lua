@@ -1,3 +1,4 @@
+#!lua
 -- Creates a batch and the streams it needs, so that no later step has to create one.
 -- KEYS: batch, owner, then groups and results of each shard | ARGV: incarnation, client, ttl_ms, groups, rows, group_size, max_unread_bytes, shards,
 --   layout (which group goes where, for a client that resumes)

@@ -1,6 +1,6 @@
 -- What every transition shares. A group's record is one field of the batch hash, `g:<group>`, ten words long:
 --   status attempt token instance entry infra data accepted bytes first_take
--- status: queued, parked, delayed, running, done, handed, failed. `infra` and `data` count lost attempts by class, `first_take` is broker time in ms.
+-- status: queued, parked, delayed, suspect (delayed, on its last chance), running, done, handed, failed. `infra` and `data` count lost attempts by class, `first_take` is broker time in ms.
 local WORKERS = 'workers'
 local RECORD = '^(%S+) (%d+) (%S+) (%S+) (%S+) (%d+) (%d+) (%d+) (%d+) (%d+)$'
 
@@ -35,6 +35,18 @@ end
 local function is_stream(key)
   local kind = redis.call('TYPE', key)
   return (kind.ok or kind) == 'stream'
+end
+
+-- A key beside a stream lives as long as it: both are renewed together.
+local function live_with(key, stream)
+  local ttl = redis.call('PTTL', stream)
+  if ttl > 0 then redis.call('PEXPIRE', key, math.max(1000, ttl)) end
+end
+
+-- A write by an attempt that lost its lease is refused, counted and noted.
+local function count_stale(batch_key, events, batch, group, r, instance, what)
+  redis.call('HINCRBY', batch_key, 'stale_writes', 1)
+  note(events, 'refused', batch, group, r and r.attempt or 0, instance, what .. ' by an attempt that lost its lease')
 end
 
 local function drop_entry(groups, entry)

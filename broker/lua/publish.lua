@@ -9,7 +9,7 @@ elseif h[3] then refusal = 'repeated'
 elseif h[1] ~= 'open' then refusal = 'sealed' end
 if refusal then
   undo(KEYS[2], 1)
-  return { refusal, 0 }
+  return { refusal, refusal == 'repeated' and count_queued(KEYS[1], KEYS[2], 0) or 0 }
 end
 redis.call('HSET', KEYS[1], 'g:' .. ARGV[3], 'queued 0 - - - 0 0 0 ' .. ARGV[4] .. ' 0')
 redis.call('HINCRBY', KEYS[1], 'published', 1)

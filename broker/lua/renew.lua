@@ -1,21 +1,25 @@
 #!lua flags=allow-oom
 -- An instance's sign of life and the renewal of all it holds, in one step.
--- KEYS: groups, instance, shards, then the batches | ARGV: consumer, incarnation, instance_ttl_ms, key_ttl_ms, lease_ms, abandon_ms, observing(0|1), run prefix,
---   host, pid, running, slots, shard, then per group: batch's place among KEYS, entry, group, token
+-- KEYS: groups, instance, delayed, parked, events, then the batches
+-- ARGV: consumer, incarnation, instance_ttl_ms, key_ttl_ms, lease_ms, abandon_ms, observing(0|1), run prefix, host,
+--   pid, running, slots, shard, replacing(0|1: whoever had the label before has lost it), then per group: batch's place among KEYS, entry, group, token
 -- {'ok' | 'replaced', one of ok|lost|gone per group …}
 local known = redis.call('HGET', KEYS[2], 'incarnation')
-if known and known ~= ARGV[2] then return { 'replaced' } end
+if known and known ~= ARGV[2] and ARGV[14] == '0' then return { 'replaced' } end
 redis.call('HSET', KEYS[2], 'incarnation', ARGV[2], 'consumer', ARGV[1], 'host', ARGV[9], 'pid', ARGV[10], 'running', ARGV[11],
   'slots', ARGV[12], 'shard', ARGV[13])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
-redis.call('PEXPIRE', KEYS[1], ARGV[4])
+for _, key in ipairs({ KEYS[1], KEYS[3], KEYS[4] }) do redis.call('PEXPIRE', key, ARGV[4]) end
 local now, out = now_ms(), { 'ok' }
-for i = 14, #ARGV, 4 do
+for i = 15, #ARGV, 4 do
   local batch = KEYS[tonumber(ARGV[i])]
   local h = redis.call('HMGET', batch, 'state', 'client', 'g:' .. ARGV[i + 2])
   local r, answer = parse(h[3]), 'ok'
   if not h[1] or h[1] == 'closed' then answer = 'gone'
-  elseif not r or r.token ~= ARGV[i + 3] or r.status ~= 'running' then answer = 'lost'
+  elseif not r or r.token ~= ARGV[i + 3] then
+    answer = 'lost'
+    count_stale(batch, KEYS[5], string.match(batch, ':batch:(.+)$'), ARGV[i + 2], r, string.match(KEYS[2], ':instance:(.+)$'), 'renewal')
+  elseif r.status ~= 'running' then answer = 'lost'  -- no intruder: the attempt has just ended, with the renewal under way
   else
     local absent = owner_absence(ARGV[8] .. 'owner:' .. h[2], tonumber(ARGV[5]), now)
     if absent and absent > tonumber(ARGV[6]) and ARGV[7] == '1' then

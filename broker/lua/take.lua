@@ -1,9 +1,17 @@
 #!lua flags=allow-oom
 -- Turns a delivered entry into an attempt with its own token, or says why not.
--- KEYS: batch, groups, owner, accepted, parked, results, dead, events
+-- KEYS: batch, groups, owner, accepted, parked, results, dead, events, delayed, instance
 -- ARGV: batch, group, route, entry, first_row, rows, token, consumer, instance, observing(0|1), lease_ms, abandon_ms, crash_limit, crash_failure
--- {'ok', attempt, infra, data, ms since the first take, accepted positions, ms since it was published}, or {'stale' | 'gone' | 'parked' | 'dead' | 'unknown'}
+-- {'ok', attempt, infra, data, ms since the first take, accepted positions, ms since it was published}, or {'stale' | 'gone' | 'parked' | 'dead' | 'suspect' | 'unknown'}
 local batch, group, entry, token = ARGV[1], ARGV[2], ARGV[4], ARGV[7]
+
+-- Whether this instance already runs a group on its last chance.
+local function runs_suspect(instance, batch_key)
+  local b, g, t = string.match(redis.call('HGET', instance, 'suspect') or '', '^(%S+) (%S+) (%S+)$')
+  local other = b and parse(redis.call('HGET', string.match(batch_key, '^(.*:batch:)') .. b, 'g:' .. g))
+  return other and other.status == 'running' and other.token == t
+end
+
 local held = redis.call('XPENDING', KEYS[2], WORKERS, entry, entry, 1)
 if #held == 0 or held[1][2] ~= ARGV[8] then return { 'stale' } end
 local h = redis.call('HMGET', KEYS[1], 'state', 'unread_bytes', 'max_unread_bytes', 'rank', 'g:' .. group)
@@ -26,11 +34,22 @@ if r.status == 'running' and r.token ~= token then
   note(KEYS[8], 'lost', batch, group, r.attempt, r.instance, 'lease expired; taken over by ' .. ARGV[9])
   r.infra = r.infra + 1
   if r.infra >= tonumber(ARGV[13]) then
+    r.token = '-'
     redis.call('HINCRBY', KEYS[1], 'dead_groups', 1)
     bury({ batch = KEYS[1], groups = KEYS[2], results = KEYS[6], dead = KEYS[7], events = KEYS[8] },
       { batch = batch, group = group, route = ARGV[3], rows = ARGV[6], first_row = ARGV[5], reason = 'crashed', failure = ARGV[14] }, r)
     return { 'dead' }
   end
+  -- One more loss and it is buried. If it is what kills its instances, it must not take another in the same plight with it.
+  if r.infra == ARGV[13] - 1 then r.status = 'suspect' end
+end
+local suspect = r.status == 'suspect'
+if suspect and runs_suspect(KEYS[10], KEYS[1]) then
+  save(KEYS[1], group, r)
+  redis.call('XACK', KEYS[2], WORKERS, entry)
+  redis.call('ZADD', KEYS[9], now + 500, batch .. ' ' .. group .. ' ' .. entry .. ' -')
+  live_with(KEYS[9], KEYS[2])
+  return { 'suspect' }
 end
 
 local absent = owner_absence(KEYS[3], tonumber(ARGV[11]), now)
@@ -48,6 +67,7 @@ if absent or full then
   save(KEYS[1], group, r)
   redis.call('XACK', KEYS[2], WORKERS, entry)
   redis.call('ZADD', KEYS[5], h[4], batch .. ' ' .. group .. ' ' .. entry)
+  live_with(KEYS[5], KEYS[2])
   return { 'parked' }
 end
 
@@ -57,6 +77,7 @@ if not (r.status == 'running' and r.token == token) then
   if tonumber(r.first_take) == 0 then r.first_take = now end
   r.status, r.token, r.instance = 'running', token, ARGV[9]
   save(KEYS[1], group, r)
+  if suspect and redis.call('EXISTS', KEYS[10]) == 1 then redis.call('HSET', KEYS[10], 'suspect', batch .. ' ' .. group .. ' ' .. token) end
   note(KEYS[8], 'taken', batch, group, r.attempt, ARGV[9], '')
 end
 local accepted = {}

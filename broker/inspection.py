@@ -1,0 +1,263 @@
+"""Reading what a run's state on the broker is: shards, instances, batches, dead letters. It writes nothing and needs no
+fleet.
+
+The results are plain values without secrets: no payloads, no attempt tokens, no incarnations. Times are the broker's.
+Payloads never leave the broker for it: what would return them runs as a read-only script there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .channel import Command, ReplyError
+from .dead_letters import DeadLetter, read_dead_letters
+from .handshake import translate
+from .keys import ANY_ROUTE, GROUP_NAME, Keys
+from .shard_records import ShardRecord, parse_record
+from .steps import Runner
+
+_RUN_OF_KEY = re.compile(r"rolloutbus:\{([^{}]+)\}:")
+_SCAN_COUNT = 1000
+_VERSION_FIELD = ":version"
+# One snapshot per shard, so that its counts belong together; XRANGE alone would send the oldest group's payload along.
+_GLANCE = f"""
+local held = redis.pcall('XPENDING', KEYS[1], '{GROUP_NAME}')
+local first = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)
+return {{ redis.call('XLEN', KEYS[1]), held.err and 0 or held[1],
+  redis.call('ZCARD', KEYS[2]), redis.call('ZCARD', KEYS[3]), first[1] and first[1][1] or '' }}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceState:
+    """One instance that shows signs of life."""
+
+    label: str
+    shard: str
+    host: str
+    pid: int
+    running: int
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """Groups of one shard by what they wait for; `unfinished` is their sum, the length of its stream.
+
+    `running` were delivered to an instance, `delayed` wait for a retry, `parked` for their batch to have room.
+    `oldest_age_s` is how long ago the oldest of them was published. `dead_letters` are those still in the capped
+    stream.
+    """
+
+    shard: str
+    replicas: int
+    slots: int
+    unfinished: int
+    queued: int
+    running: int
+    delayed: int
+    parked: int
+    oldest_age_s: float | None
+    instances: tuple[InstanceState, ...]
+    dead_letters: int
+    routes: tuple[str, ...]
+    lost: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """One open batch. `statuses` counts its groups by record; `client_seen_s` is how long ago its client renewed its
+    lease, None if never.
+    """
+
+    batch: str
+    client: str
+    state: str
+    reason: str
+    groups: int
+    rows: int
+    published: int
+    completed: int
+    failed: int
+    cancelled: int
+    statuses: Mapping[str, int]
+    unread_bytes: int
+    age_s: float
+    client_seen_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Everything that a glance at a run tells."""
+
+    run: str
+    fleet: bool
+    shards: tuple[ShardState, ...]
+    batches: tuple[BatchState, ...]
+    dead_letters: int
+    events: int
+
+    def batch(self, batch: str) -> BatchState | None:
+        return next((state for state in self.batches if state.batch == batch), None)
+
+
+async def ask(runner: Runner, commands: Sequence[Command]) -> list[Any]:
+    """The replies to `commands`; raises the first error among them as one of ours."""
+    replies = await runner.run(commands) if commands else []
+    for reply in replies:
+        if isinstance(reply, ReplyError):
+            raise translate(reply, "the broker")
+    return replies
+
+
+async def scan(runner: Runner, pattern: str) -> list[str]:
+    """All keys that match, sorted."""
+    cursor, found = b"0", set[str]()
+    while True:
+        cursor, keys = (await ask(runner, [("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)]))[0]
+        found.update(key.decode(errors="replace") for key in keys)
+        if cursor == b"0":
+            return sorted(found)
+
+
+async def find_runs(runner: Runner) -> list[str]:
+    """Names of all runs that have a key on the broker, sorted."""
+    matches = (_RUN_OF_KEY.match(key) for key in await scan(runner, "rolloutbus:{*}:*"))
+    return sorted({match[1] for match in matches if match})
+
+
+async def inspect_run(runner: Runner, run: str) -> RunState:
+    """Look at one run; a run without keys gives an empty state."""
+    keys = Keys(run)
+    names = [name.removeprefix(keys.prefix) for name in await scan(runner, keys.prefix + "*")]
+    now, routes, records, fleet, dead, events = await ask(
+        runner,
+        [
+            *(("TIME",), ("HGETALL", keys.routes), ("HGETALL", keys.shards), ("EXISTS", keys.fleet)),
+            *(("XLEN", keys.dead), ("XLEN", keys.events)),
+        ],
+    )
+    now_s = int(now[0]) + int(now[1]) / 1e6
+    instances = await _instances(runner, keys, _named(names, "instance"))
+    letters = await read_dead_letters(runner, keys) if dead else []
+    shards = await _shards(runner, keys, names, decoded(routes), pairs(records), instances, letters, now_s)
+    batches = await _batches(runner, keys, _named(names, "batch"), now_s)
+    return RunState(run, bool(fleet), shards, batches, dead, events)
+
+
+def pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    """A hash as the server sends it, as a mapping."""
+    words = iter(flat)
+    return dict(zip(words, words, strict=True))
+
+
+def decoded(flat: Sequence[bytes]) -> dict[str, str]:
+    """A hash of text as the server sends it, as a mapping."""
+    return {name.decode(): value.decode(errors="replace") for name, value in pairs(flat).items()}
+
+
+def _named(names: Iterable[str], kind: str) -> list[str]:
+    return [name.removeprefix(f"{kind}:") for name in names if name.startswith(f"{kind}:")]
+
+
+async def _instances(runner: Runner, keys: Keys, labels: Sequence[str]) -> list[InstanceState]:
+    found = await ask(runner, [("HGETALL", keys.instance(label)) for label in labels])
+    states: list[InstanceState] = []
+    for label, flat in zip(labels, found, strict=True):
+        fields = decoded(flat)
+        # It may have signed off since the scan.
+        if fields:
+            shard = fields.get("shard") or label.partition("/")[0]
+            numbers = (int(fields.get(name, 0)) for name in ("pid", "running", "slots"))
+            states.append(InstanceState(label, shard, fields.get("host", ""), *numbers))
+    return states
+
+
+async def _shards(
+    runner: Runner,
+    keys: Keys,
+    names: Sequence[str],
+    routes: Mapping[str, str],
+    records: Mapping[bytes, bytes],
+    instances: Sequence[InstanceState],
+    letters: Sequence[DeadLetter],
+    now_s: float,
+) -> tuple[ShardState, ...]:
+    known = {name.decode(): parse_record(raw) or ShardRecord() for name, raw in records.items()}
+    shards = list(
+        dict.fromkeys([*known, *_named(names, "groups"), *_named(names, "delayed"), *_named(names, "parked")])
+    )
+    names_of = ((keys.groups(shard), keys.delayed(shard), keys.parked(shard)) for shard in shards)
+    looks = await ask(runner, [("EVAL_RO", _GLANCE, 3, *of_one) for of_one in names_of])
+    routes = {route: shard for route, shard in routes.items() if route != _VERSION_FIELD}
+    dead = Counter(routes.get(letter.route) or routes.get(ANY_ROUTE, "") for letter in letters)
+    return tuple(
+        _shard(shard, known.get(shard), look, routes, instances, dead[shard], now_s)
+        for shard, look in zip(shards, looks, strict=True)
+    )
+
+
+def _shard(
+    shard: str,
+    record: ShardRecord | None,
+    look: Sequence[Any],
+    routes: Mapping[str, str],
+    instances: Sequence[InstanceState],
+    dead: int,
+    now_s: float,
+) -> ShardState:
+    unfinished, running, delayed, parked, oldest = look
+    published_ms = int(oldest.partition(b"-")[0]) if oldest else None
+    return ShardState(
+        shard=shard,
+        replicas=record.replicas if record else 0,
+        slots=record.slots if record else 0,
+        unfinished=unfinished,
+        queued=max(0, unfinished - running - delayed - parked),
+        running=running,
+        delayed=delayed,
+        parked=parked,
+        oldest_age_s=None if published_ms is None else max(0.0, now_s - published_ms / 1000),
+        instances=tuple(instance for instance in instances if instance.shard == shard),
+        dead_letters=dead,
+        routes=tuple(sorted(route for route, host in routes.items() if host == shard)),
+        lost=record.lost if record else "",
+    )
+
+
+async def _batches(runner: Runner, keys: Keys, batches: Sequence[str], now_s: float) -> tuple[BatchState, ...]:
+    found = [decoded(flat) for flat in await ask(runner, [("HGETALL", keys.batch(batch)) for batch in batches])]
+    clients = sorted({fields["client"] for fields in found if "client" in fields})
+    owners = await ask(runner, [("GET", keys.owner(client)) for client in clients])
+    seen = {client: _seen_s(value, now_s) for client, value in zip(clients, owners, strict=True)}
+    states = [
+        _batch(batch, fields, seen, now_s) for batch, fields in zip(batches, found, strict=True) if "client" in fields
+    ]
+    return tuple(sorted(states, key=lambda state: -state.age_s))
+
+
+def _seen_s(owner: bytes | None, now_s: float) -> float | None:
+    """The owner's value is `incarnation renewed_ms`."""
+    return max(0.0, now_s - int(owner.split()[1]) / 1000) if owner else None
+
+
+def _batch(batch: str, fields: Mapping[str, str], seen: Mapping[str, float | None], now_s: float) -> BatchState:
+    statuses = Counter(value.partition(" ")[0] for name, value in fields.items() if name.startswith("g:"))
+    numbers = {
+        name: int(fields.get(name, 0)) for name in ("groups", "rows", "published", "completed", "failed", "cancelled")
+    }
+    return BatchState(
+        batch=batch,
+        client=fields["client"],
+        state=fields["state"],
+        reason=fields.get("reason", ""),
+        statuses=dict(statuses),
+        unread_bytes=int(fields.get("unread_bytes", 0)),
+        age_s=max(0.0, now_s - float(fields.get("opened", now_s))),
+        client_seen_s=seen[fields["client"]],
+        **numbers,
+    )

@@ -1,0 +1,192 @@
+"""One fleet per run, its map published whole, and the wishes that reach it from elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+from rolloutbus.broker.channel import Link
+from rolloutbus.broker.embedded import EmbeddedBroker
+from rolloutbus.broker.errors import FleetError
+from rolloutbus.broker.fleet_transitions import DONE, FleetTransitions, Published, Request, ask_fleet
+from rolloutbus.broker.keys import GROUP_NAME, Keys
+from rolloutbus.broker.scripts import load_scripts
+from rolloutbus.broker.settings import BrokerSettings
+from rolloutbus.broker.shard_records import ShardRecord
+from rolloutbus.producer import read_route_map
+
+MAP = Published(
+    {"add": "math", "sort": "words"}, {"math": ShardRecord(labels=["math"]), "words": ShardRecord(replicas=2)}
+)
+OTHER = Published({"add": "words"}, {"words": ShardRecord()})
+SHARDS = ["math", "words"]
+
+
+@pytest.fixture(params=["valkey", "redis_7"])
+async def link(request: pytest.FixtureRequest) -> AsyncIterator[Link]:
+    server: EmbeddedBroker = request.getfixturevalue(request.param)
+    settings = BrokerSettings(url=server.url, lease_s=1.0, renew_every_s=0.2)
+    opened = Link(settings, "test", load_scripts)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def keys() -> Keys:
+    return Keys(f"fleet-{secrets.token_hex(4)}")
+
+
+def fleet(link: Link, keys: Keys, holder: str = "host-a, process 1") -> FleetTransitions:
+    return FleetTransitions(link, keys, link.settings, holder)
+
+
+async def names(link: Link, keys: Keys) -> set[str]:
+    found = (await link.run([("KEYS", keys.prefix + "*")]))[0]
+    return {key.decode().removeprefix(keys.prefix) for key in found}
+
+
+async def first_wishes(mine: FleetTransitions, identity: str) -> Sequence[Request]:
+    while True:
+        wishes = (await mine.renew(SHARDS, MAP.version)).requests
+        if any(wish.id == identity for wish in wishes):
+            return wishes
+        await asyncio.sleep(0.01)
+
+
+async def test_a_second_fleet_is_refused_by_name_until_the_lease_runs_out(link: Link, keys: Keys) -> None:
+    first, second = fleet(link, keys), fleet(link, keys, "host-b, process 2")
+    await first.claim()
+    await first.claim()
+    with pytest.raises(FleetError, match=r"has a fleet already \(host-a, process 1\).*after 1 s"):
+        await second.claim()
+    with pytest.raises(FleetError, match="host-a"):
+        await second.publish(MAP)
+    await asyncio.sleep((await link.run([("PTTL", keys.fleet)]))[0] / 1000 + 0.01)
+    await second.claim()
+
+
+async def test_what_is_published_is_what_producers_read(link: Link, keys: Keys) -> None:
+    mine = fleet(link, keys)
+    await mine.publish(OTHER)
+    await mine.publish(MAP)
+    found = await read_route_map(link, keys)
+    assert found is not None
+    assert found.routes == MAP.routes
+    assert {name: (r.replicas, r.labels) for name, r in found.shards.items()} == {
+        "math": (1, ["math"]),
+        "words": (2, []),
+    }
+    ttls = await link.run([("PTTL", key) for key in (keys.fleet, keys.routes, keys.shards)])
+    assert all(ttl > 0 for ttl in ttls)
+
+
+async def test_other_routes_wait_for_open_batches_and_equal_ones_do_not(link: Link, keys: Keys) -> None:
+    first, second = fleet(link, keys), fleet(link, keys)
+    await first.publish(MAP)
+    await link.run([("HSET", keys.batch("b7"), "state", "sealed")])
+    with pytest.raises(FleetError, match=r"open batches, b7 among them.*rolloutbus cancel b7"):
+        await second.publish(OTHER, replace=True)
+    assert (await first.renew(SHARDS, MAP.version)).status == "ok", "a refused one has taken nothing"
+    await second.publish(Published(MAP.routes, {"math": ShardRecord(replicas=3)}), replace=True)
+    await link.run([("HSET", keys.batch("b7"), "state", "closed")])
+    await second.publish(OTHER)
+    assert (await first.renew(SHARDS, MAP.version)).status == "lost"
+
+
+async def test_a_renewal_says_what_the_broker_forgot(link: Link, keys: Keys) -> None:
+    mine = fleet(link, keys)
+    await mine.publish(MAP)
+    await link.run([("XGROUP", "CREATE", keys.groups("math"), GROUP_NAME, "0", "MKSTREAM")])
+    assert (await mine.renew(SHARDS, MAP.version)).status == "ok"
+    assert (await link.run([("PTTL", keys.groups("math"))]))[0] > 0
+    for forgotten in ([keys.shards], [keys.routes], [keys.fleet, keys.routes, keys.shards]):
+        await link.run([("DEL", *forgotten)])
+        assert (await mine.renew(SHARDS, MAP.version)).status == "gone"
+        await mine.publish(MAP)
+
+
+async def test_removal_leaves_only_streams_with_work(link: Link, keys: Keys) -> None:
+    mine, other = fleet(link, keys), fleet(link, keys)
+    await mine.publish(MAP)
+    await link.run(
+        [
+            ("XGROUP", "CREATE", keys.groups("math"), GROUP_NAME, "0", "MKSTREAM"),
+            ("ZADD", keys.delayed("math"), 0, "gone 0 1-1 -"),
+            ("XADD", keys.groups("words"), "*", "batch", "b"),
+            ("ZADD", keys.parked("words"), 0, "b 0 1-1"),
+            ("HSET", keys.instance("math"), "pid", 1),
+        ]
+    )
+    assert await other.remove(SHARDS, ["math"]) == 0
+    assert "routes" in await names(link, keys), "another fleet's run is left alone"
+    assert await mine.remove(SHARDS, ["math"]) == 1
+    assert await names(link, keys) == {"groups:words", "parked:words"}
+
+
+async def test_a_wish_stands_until_it_is_answered(link: Link, keys: Keys) -> None:
+    mine = fleet(link, keys)
+    request = Request("id1", "scale:math", 3)
+    with pytest.raises(FleetError, match="no fleet runs for run"):
+        await ask_fleet(link, keys, link.settings, request, 1.0)
+    await mine.publish(MAP)
+    asking = asyncio.create_task(ask_fleet(link, keys, link.settings, request, 5.0))
+    wishes = await first_wishes(mine, "id1")
+    assert (await mine.renew(SHARDS, MAP.version)).requests == wishes == [request]
+    assert (request.verb, request.target) == ("scale", "math")
+    await mine.answer(request, DONE)
+    await asking
+    assert (await link.run([("EXISTS", keys.fleet_requests)]))[0] == 0
+
+
+async def test_refusals_later_wishes_and_silence_are_told(link: Link, keys: Keys) -> None:
+    mine = fleet(link, keys)
+    await mine.publish(MAP)
+
+    async def ask(identity: str, timeout_s: float = 5.0) -> None:
+        await ask_fleet(link, keys, link.settings, Request(identity, "scale:math", 2), timeout_s)
+
+    with pytest.raises(FleetError, match=r"has not finished scale:math within 0\.05 s"):
+        await ask("slow", 0.05)
+    first = asyncio.create_task(ask("first"))
+    await first_wishes(mine, "first")
+    second = asyncio.create_task(ask("second"))
+    with pytest.raises(FleetError, match="superseded by a later request"):
+        await first
+    await mine.answer(Request("second", "scale:math", 2), "no room")
+    with pytest.raises(FleetError, match="scale math: no room"):
+        await second
+    assert not (await mine.renew(SHARDS, MAP.version)).requests
+    third = asyncio.create_task(ask("third"))
+    await first_wishes(mine, "third")
+    await mine.remove(SHARDS, [])
+    with pytest.raises(FleetError, match="went away before it answered"):
+        await third
+
+
+async def test_a_new_fleet_is_not_bound_by_old_wishes(link: Link, keys: Keys) -> None:
+    await fleet(link, keys).publish(MAP)
+    await link.run([("HSET", keys.fleet_requests, "want:scale:math", "old 9")])
+    successor = fleet(link, keys)
+    await successor.publish(MAP, replace=True)
+    assert not (await successor.renew(SHARDS, MAP.version)).requests
+
+
+async def test_the_dead_one_gives_its_groups_free_and_shows_no_life(link: Link, keys: Keys) -> None:
+    groups, mine = keys.groups("math"), fleet(link, keys)
+    await link.run(
+        [
+            ("XGROUP", "CREATE", groups, GROUP_NAME, "0", "MKSTREAM"),
+            ("XADD", groups, "*", "batch", "b"),
+            ("XREADGROUP", "GROUP", GROUP_NAME, "math:dead", "STREAMS", groups, ">"),
+            ("HSET", keys.instance("math"), "incarnation", "dead"),
+        ]
+    )
+    assert await mine.bury("math", "math", "math:dead", "dead") == 1
+    pending = (await link.run([("XPENDING", groups, GROUP_NAME, "IDLE", link.settings.lease_ms, "-", "+", 10)]))[0]
+    assert len(pending) == 1
+    assert (await link.run([("EXISTS", keys.instance("math"))]))[0] == 0
+    await link.run([("HSET", keys.instance("math"), "incarnation", "next")])
+    await mine.bury("math", "math", "math:dead", "dead")
+    assert (await link.run([("EXISTS", keys.instance("math"))]))[0] == 1, "its successor's record stays"

@@ -1,0 +1,127 @@
+"""Inspection on real servers: what it finds, what it tells of strangers, and that it changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from rolloutbus.broker.channel import Link
+from rolloutbus.broker.dead_letters import drop_dead_letters, find_dead_letter, read_dead_letters, read_rows
+from rolloutbus.broker.embedded import EmbeddedBroker
+from rolloutbus.broker.errors import BrokerError, DecodeError, UnknownBatchError
+from rolloutbus.broker.group_life import read_group_life
+from rolloutbus.broker.inspection import find_runs, inspect_run
+from rolloutbus.broker.keys import Keys
+from rolloutbus.broker.settings import BrokerSettings
+
+RUN = "looked.at-1"
+KEYS = Keys(RUN)
+
+
+@pytest.fixture(params=["valkey", "redis_7"])
+async def link(request: pytest.FixtureRequest) -> AsyncIterator[Link]:
+    """A link to a server without a key of ours."""
+    server: EmbeddedBroker = request.getfixturevalue(request.param)
+    link = Link(BrokerSettings(url=server.url), "test")
+    yield link
+    names = (await link.run([("KEYS", KEYS.prefix + "*")]))[0]
+    await link.run([("DEL", name) for name in names])
+    await link.close()
+
+
+async def add_group(link: Link, shard: str, batch: str = "b", group: int = 0) -> str:
+    fields = ("kind", "group", "batch", batch, "group", group, "route", "r", "payload", b"\xff" * 100)
+    return (await link.run([("XADD", KEYS.groups(shard), "*", *fields)]))[0].decode()
+
+
+async def test_a_run_without_keys_is_empty_and_not_found(link: Link) -> None:
+    state = await inspect_run(link, RUN)
+    assert (state.fleet, state.shards, state.batches, state.dead_letters) == (False, (), (), 0)
+    assert RUN not in await find_runs(link)
+
+
+async def test_groups_are_counted_by_what_they_wait_for(link: Link) -> None:
+    entries = [await add_group(link, "math", group=group) for group in range(6)]
+    stream = KEYS.groups("math")
+    await link.run(
+        [
+            ("XGROUP", "CREATE", stream, "workers", "0"),
+            ("XREADGROUP", "GROUP", "workers", "math:1", "COUNT", 4, "STREAMS", stream, ">"),
+            ("XACK", stream, "workers", entries[2], entries[3]),
+            ("ZADD", KEYS.delayed("math"), 1, f"b 2 {entries[2]} -"),
+            ("ZADD", KEYS.parked("math"), 1, f"b 3 {entries[3]}"),
+        ]
+    )
+    (shard,) = (await inspect_run(link, RUN)).shards
+    assert (shard.unfinished, shard.queued, shard.running, shard.delayed, shard.parked) == (6, 2, 2, 1, 1)
+    assert shard.oldest_age_s is not None
+    assert shard.oldest_age_s < 20
+
+
+async def test_a_shard_is_seen_by_its_record_alone_and_by_its_work_alone(link: Link) -> None:
+    await link.run([("HSET", KEYS.shards, "words", json.dumps({"replicas": 3, "slots": 7, "lost": "no budget"}))])
+    await link.run([("HSET", KEYS.routes, "sort", "words", ":version", "1")])
+    await add_group(link, "orphan")
+    words, orphan = (await inspect_run(link, RUN)).shards
+    assert (words.shard, words.replicas, words.slots, words.lost, words.routes) == ("words", 3, 7, "no budget", ("sort",))
+    assert (words.unfinished, words.oldest_age_s) == (0, None)
+    assert (orphan.shard, orphan.replicas, orphan.queued) == ("orphan", 0, 1)
+
+
+async def test_a_record_that_is_none_is_taken_for_an_empty_one(link: Link) -> None:
+    await link.run([("HSET", KEYS.shards, "math", "{not json")])
+    assert [shard.shard for shard in (await inspect_run(link, RUN)).shards] == ["math"]
+
+
+async def test_dead_letters_of_strangers_are_listed_too(link: Link) -> None:
+    await link.run([("XADD", KEYS.dead, "*", "reason", "foreign", "detail", "no kind", "group", "x", "failure", b"\xc1")])
+    (letter,) = await read_dead_letters(link, KEYS)
+    assert (letter.batch, letter.group, letter.reason) == ("-", -1, "foreign: no kind")
+    assert letter.failure is not None
+    assert letter.failure.type == "UnreadableFailure"
+    with pytest.raises(DecodeError, match="no rows with it"):
+        await read_rows(link, KEYS, letter)
+
+
+async def test_all_dead_letters_are_read_and_the_newest_of_a_group_is_found(link: Link) -> None:
+    words = ("reason", "r", "batch", "b", "payload", b"\xff" * 1000)
+    ids = [
+        reply.decode() for reply in await link.run([("XADD", KEYS.dead, "*", "group", n % 13, *words) for n in range(25)])
+    ]
+    letters = await read_dead_letters(link, KEYS)
+    assert [letter.entry for letter in letters] == ids
+    assert {letter.payload_bytes for letter in letters} == {1000}
+    assert (await find_dead_letter(link, KEYS, "b:3")).entry == ids[16]
+    assert await drop_dead_letters(link, KEYS, ids[:5]) == 5
+    with pytest.raises(UnknownBatchError, match="no dead letter"):
+        await find_dead_letter(link, KEYS, ids[0])
+
+
+async def test_a_groups_life_is_read_over_many_events(link: Link) -> None:
+    def event(kind: str, group: int) -> tuple[str | int, ...]:
+        return ("XADD", KEYS.events, "*", "kind", kind, "batch", "b", "group", group, "attempt", 1, "instance", "m", "detail", "")
+
+    await link.run([event("published", 1)])
+    await link.run([event("published", 2)] * 2500)
+    await link.run([event("taken", 1)])
+    life = await read_group_life(link, KEYS, "b", 1)
+    assert [entry.kind for entry in life.events] == ["published", "taken"]
+    assert not life.trimmed
+    assert life.record is None
+
+
+async def test_a_key_of_another_type_is_an_error_of_ours(link: Link) -> None:
+    await link.run([("SET", KEYS.groups("math"), "not a stream")])
+    with pytest.raises(BrokerError, match="WRONGTYPE"):
+        await inspect_run(link, RUN)
+
+
+async def test_looking_changes_nothing(link: Link) -> None:
+    await add_group(link, "math")
+    await link.run([("HSET", KEYS.batch("b"), "state", "open", "client", "c", "g:0", "queued 0 - - - 0 0 0 9 0")])
+    before = await link.run([("DUMP", KEYS.groups("math")), ("DUMP", KEYS.batch("b"))])
+    state = await inspect_run(link, RUN)
+    await read_group_life(link, KEYS, "b", 0)
+    assert state.batch("b") is not None
+    assert await link.run([("DUMP", KEYS.groups("math")), ("DUMP", KEYS.batch("b"))]) == before

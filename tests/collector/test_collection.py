@@ -1,0 +1,177 @@
+"""One batch on its way back: rows become groups once, whatever comes again, and what is foreign changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rolloutbus.broker.errors import BatchCancelledError, BatchError
+from rolloutbus.broker.messages import Failure, ForeignEntryError, ResultEntry, rows_payload
+from rolloutbus.collector import BatchCollection, CompletedGroup, GroupFailure, Origin, Sink
+
+SIZE = 2
+
+
+class Desk:
+    """A collection of `groups` groups of two rows on two shards, and everything that it handed on."""
+
+    def __init__(self, groups: int = 2) -> None:
+        self.groups: list[CompletedGroup | GroupFailure] = []
+        self.errors: list[BaseException] = []
+        self.rows: list[tuple[int, Any, int | None]] = []
+        shards = ["even" if at % 2 == 0 else "odd" for at in range(groups)]
+        sink = Sink(self.groups.append, self.errors.append, lambda *row: self.rows.append(row))
+        self.mine: Sequence[dict[str, Any]] = [{"n": at} for at in range(groups * SIZE)]
+        self.collection = BatchCollection("b", self.mine, SIZE, shards, sink)
+
+
+def rows_entry(entry: str, group: int, indices: Sequence[int], *, instance: str = "s/0", attempt: int = 1) -> ResultEntry:
+    payload = b"".join(bytes(part) for part in rows_payload([{"i": index} for index in indices]).buffers)
+    return ResultEntry(entry, "rows", "b", group, tuple(indices), attempt, instance, "", payload)
+
+
+def failed_entry(entry: str, group: int, payload: bytes | None = None) -> ResultEntry:
+    failure = Failure("data", "ValueError", "bad", "trace", "s/1", 2, 418).packed() if payload is None else payload
+    return ResultEntry(entry, "failed", "b", group, (group * SIZE, group * SIZE + 1), 2, "s/1", "", failure)
+
+
+def test_a_group_is_handed_on_when_its_last_row_came_with_the_callers_rows_and_origins() -> None:
+    desk = Desk()
+    desk.collection.add(rows_entry("1-0", 1, [3], instance="s/1", attempt=2))
+    assert desk.groups == []
+    desk.collection.add(rows_entry("1-1", 1, [2]))
+    (group,) = desk.groups
+    assert isinstance(group, CompletedGroup)
+    assert (group.group_id, group.group_index, group.results) == ("b:1", 1, [{"i": 2}, {"i": 3}])
+    assert group.rows[0] is desk.mine[2]
+    assert group.origins == [Origin("s/0", 1), Origin("s/1", 2)]
+    assert desk.rows == [(3, {"i": 3}, None), (2, {"i": 2}, 1)]
+
+
+@given(st.permutations([0, 1, 2, 3, 4, 5]), st.lists(st.integers(0, 5)))
+def test_a_row_counts_once_whatever_comes_again(order: list[int], again: list[int]) -> None:
+    desk = Desk(3)
+    for number, index in enumerate([*order[:3], *again, *order]):
+        desk.collection.add(rows_entry(f"{number}-0", index // SIZE, [index]))
+    assert sorted(group.group_index for group in desk.groups) == [0, 1, 2]
+    assert [row[0] for row in desk.rows] == list(dict.fromkeys([*order[:3], *again, *order]))
+    assert desk.collection.duplicate_rows == 3 + len(again)
+    assert desk.collection.all_ended
+
+
+def test_the_same_entry_read_again_is_no_duplicate() -> None:
+    desk = Desk()
+    for _ in range(2):
+        assert desk.collection.add(rows_entry("1-0", 0, [0])) == []
+    assert desk.collection.duplicate_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "indices"),
+    [(0, [2]), (0, [-1]), (1, [4]), (0, [0, 0]), (5, [10]), (-1, [0]), (0, [0, 1, 2])],
+)
+def test_an_entry_with_rows_that_are_not_its_groups_is_foreign(group: int, indices: list[int]) -> None:
+    desk = Desk()
+    with pytest.raises(ForeignEntryError):
+        desk.collection.add(rows_entry("1-0", group, indices))
+    assert desk.rows == []
+    assert desk.collection.unfinished() == [0, 1]
+    assert desk.collection.leftovers() == []
+
+
+def test_an_entry_whose_results_do_not_match_its_rows_ends_the_batch_with_an_error() -> None:
+    desk = Desk()
+    entry = rows_entry("7-0", 0, [0])
+    desk.collection.add(ResultEntry("7-0", "rows", "b", 0, (0, 1), 1, "s", "", entry.payload))
+    (error,) = desk.errors
+    assert isinstance(error, BatchError)
+    assert "group 0 (entry 7-0)" in str(error)
+
+
+def test_a_payload_that_cannot_be_read_ends_the_batch_with_an_error() -> None:
+    desk = Desk()
+    desk.collection.add(ResultEntry("7-0", "rows", "b", 0, (0,), 1, "s", "", b"\xdd\xff"))
+    assert "cannot be read" in str(desk.errors[0])
+
+
+def test_a_failed_group_is_a_failure_with_all_that_is_known() -> None:
+    desk = Desk()
+    desk.collection.add(rows_entry("1-0", 1, [2]))
+    desk.collection.add(failed_entry("1-1", 1))
+    desk.collection.add(failed_entry("1-2", 1))
+    (failure,) = desk.groups
+    assert isinstance(failure, GroupFailure)
+    assert (failure.group_index, list(failure.row_indices), failure.failure_class) == (1, [2, 3], "data")
+    assert (failure.type, failure.message, failure.traceback) == ("ValueError", "bad", "trace")
+    assert (failure.instance, failure.attempt, failure.http_status) == ("s/1", 2, 418)
+    assert "rows 2 to 3" in str(failure.error())
+    assert desk.collection.failed == 1
+    desk.collection.add(rows_entry("1-3", 1, [3]))
+    assert len(desk.groups) == 1
+
+
+def test_a_failure_that_cannot_be_read_is_still_a_failure() -> None:
+    desk = Desk()
+    desk.collection.add(failed_entry("1-0", 0, b"\xc1"))
+    assert isinstance(desk.groups[0], GroupFailure)
+
+
+def test_an_operators_cancellation_is_told_with_its_reason() -> None:
+    desk = Desk()
+    desk.collection.add(ResultEntry("1-0", "cancelled", "b", -1, (), 0, "", "", b"too dear"))
+    (error,) = desk.errors
+    assert isinstance(error, BatchCancelledError)
+    assert "too dear" in str(error)
+
+
+def test_handing_over_names_the_entries_of_each_shard_and_their_bytes_once() -> None:
+    desk = Desk()
+    entries = [rows_entry("1-0", 0, [0, 1]), rows_entry("1-1", 1, [2]), rows_entry("1-2", 1, [3])]
+    for entry in entries:
+        desk.collection.add(entry)
+    handovers = desk.collection.hand_over([0, 1])
+    assert [(h.shard, h.groups, h.entries) for h in handovers] == [("even", [0], ["1-0"]), ("odd", [1], ["1-1", "1-2"])]
+    assert [h.size for h in handovers] == [len(entries[0].payload), len(entries[1].payload) + len(entries[2].payload)]
+    assert desk.collection.hand_over([0, 1]) == []
+
+
+def test_an_entry_of_a_group_handed_over_may_go_at_once_and_frees_its_bytes() -> None:
+    """A broker that lost its last second counts these bytes as unread again; unless they are freed, its workers wait for ever."""
+    desk = Desk()
+    desk.collection.add(rows_entry("1-0", 0, [0, 1]))
+    desk.collection.hand_over([0])
+    again = rows_entry("2-0", 0, [0, 1], attempt=2)
+    (handover,) = desk.collection.add(again)
+    assert (handover.entries, handover.groups, handover.size) == (["2-0"], [], len(again.payload))
+
+
+def test_what_nobody_will_have_is_named_when_the_batch_is_over() -> None:
+    desk = Desk()
+    desk.collection.add(rows_entry("1-0", 0, [0, 1]))
+    desk.collection.add(rows_entry("1-1", 1, [2]))
+    desk.collection.hand_over([0])
+    assert [(h.shard, h.entries) for h in desk.collection.leftovers()] == [("odd", ["1-1"])]
+    assert desk.collection.leftovers() == []
+
+
+def test_groups_of_a_former_process_are_not_waited_for() -> None:
+    desk = Desk(3)
+    desk.collection.skip(0, completed=True)
+    desk.collection.skip(1, failed=True)
+    assert desk.collection.unfinished() == [2]
+    assert (desk.collection.completed, desk.collection.failed) == (1, 1)
+    (handover,) = desk.collection.add(rows_entry("1-0", 0, [0, 1]))
+    assert handover.entries == ["1-0"]
+    assert desk.groups == []
+
+
+async def test_progress_is_remembered() -> None:
+    desk = Desk()
+    before = desk.collection.last_progress
+    await asyncio.sleep(0.002)
+    desk.collection.add(rows_entry("1-0", 0, [0]))
+    assert desk.collection.last_progress > before
