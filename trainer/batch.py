@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import weakref
 from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar, cast
 
-from ..broker.errors import ClosedError
+from ..broker.errors import BatchCancelledError, BrokerUnavailableError, ClosedError, RolloutBusError
 from ..collector import CompletedGroup, GroupFailure
 from .engine import Engine
 from .session import BatchCounts, Delivered, Ended, Session
+
+log = logging.getLogger("rolloutbus.trainer")
 
 OnFailure = Literal["raise", "yield"]
 Item = TypeVar("Item")
 
 
 class Batch(Generic[Item]):
-    """Items in completion order. Asking for the next one acknowledges the one before.
+    """Items in completion order. Asking for the next one acknowledges those before.
 
     Leaving the context, cancelling, an exception, or losing the last reference cancels what is still out. Raises `GroupFailedError`
     for a failed group unless `on_failure="yield"`, `BooksError` when the books do not balance, and what ended the client.
@@ -29,8 +33,9 @@ class Batch(Generic[Item]):
         self._session = session
         self._on_failure = on_failure
         self._prefix = prefix
-        self._owed: int | None = None
+        self._owed: list[int] = []
         self._over = False
+        self._outcome: BaseException | None = None
         self._cancel_when_lost = weakref.finalize(self, _cancel_soon, engine, session)
 
     @property
@@ -59,7 +64,13 @@ class Batch(Generic[Item]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.cancel()
+        try:
+            await self.cancel()
+        except RolloutBusError as failed:
+            if error is None:
+                raise
+            # What went wrong first is what the caller must see.
+            log.warning("batch %s could not be cleaned up (%s); its keys expire", self.id, failed)
 
     def __aiter__(self) -> Self:
         return self
@@ -67,10 +78,12 @@ class Batch(Generic[Item]):
     async def __anext__(self) -> Item:
         self._acknowledge()
         if self._over:
-            raise StopAsyncIteration
+            raise self._outcome or StopAsyncIteration
         parcel = await self._session.outbox.get()
         if isinstance(parcel, Delivered):
             return await self._open(parcel)
+        # For whoever else waits.
+        self._session.outbox.put(parcel)
         await self._finish(parcel)
         raise StopAsyncIteration
 
@@ -81,39 +94,42 @@ class Batch(Generic[Item]):
     async def cancel(self) -> None:
         """Cancel what is still out and remove the batch's keys; safe at any time, and after the end."""
         self._acknowledge()
-        await self._end(complete=False)
+        await self._end(BatchCancelledError(f"batch {self.id} was cancelled by this client"))
 
     def _acknowledge(self) -> None:
-        if self._owed is not None:
-            owed, self._owed = self._owed, None
+        if self._owed:
+            owed, self._owed = self._owed, []
             self._engine.post(_hand_over, self._engine, self._session.batch, owed)
 
     async def _open(self, parcel: Delivered) -> Item:
-        self._owed = parcel.acknowledges
+        if parcel.acknowledges is not None:
+            self._owed.append(parcel.acknowledges)
         if isinstance(parcel.value, GroupFailure) and self._on_failure == "raise":
             await self.cancel()
             raise parcel.value.error()
         return cast(Item, parcel.value)
 
     async def _finish(self, parcel: Ended) -> None:
-        await self._end(complete=parcel.error is None)
+        await self._end(parcel.error)
         if parcel.error is not None:
             raise parcel.error
 
-    async def _end(self, *, complete: bool) -> None:
+    async def _end(self, outcome: BaseException | None) -> None:
+        """End the batch on the broker, once; `outcome` is what asking for more raises from now on."""
         if self._over:
             return
-        self._over = True
+        self._over, self._outcome = True, outcome
+        complete = outcome is None
         self._cancel_when_lost.detach()
         work: Coroutine[Any, Any, None] = self._engine_close(complete)
         try:
-            future = self._engine.call(work)
-        except ClosedError:
+            # A cancelled consumer must not leave the batch half closed.
+            await asyncio.shield(asyncio.wrap_future(self._engine.call(work)))
+        except (ClosedError, BrokerUnavailableError) as error:
             if complete:
                 raise
-            return
-        # A cancelled consumer must not leave the batch half closed.
-        await asyncio.shield(asyncio.wrap_future(future))
+            # What ended the batch is told already, and what is left of it on the broker expires.
+            log.warning("batch %s could not be closed on the broker (%s)", self.id, error)
 
     def _engine_close(self, complete: bool) -> Coroutine[Any, Any, None]:
         return self._engine.sessions.close(self._session, complete=complete)
@@ -123,13 +139,11 @@ GroupBatch = Batch[CompletedGroup | GroupFailure]
 RowBatch = Batch[Any]
 
 
-def _hand_over(engine: Engine, batch: str, group: int) -> None:
-    engine.collector.hand_over(batch, [group])
+def _hand_over(engine: Engine, batch: str, groups: list[int]) -> None:
+    engine.collector.hand_over(batch, groups)
 
 
 def _cancel_soon(engine: Engine, session: Session) -> None:
-    def close() -> None:
-        task = asyncio.get_running_loop().create_task(engine.sessions.close(session, complete=False))
-        session.publishing = session.publishing or task
-
-    engine.post(close)
+    # Nobody is there to be told; the engine keeps the call until it is done.
+    with contextlib.suppress(ClosedError, BrokerUnavailableError):
+        engine.call(engine.sessions.close(session, complete=False))

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..broker.errors import RouteError, UnknownBatchError
+from ..broker.messages import Failure
 from ..broker.settings import BrokerSettings, settings_from
 from ..collector.timing import DEFAULT_PREFIX
 from ..producer import PromptGroup, check_rows, plan_groups, stamp_row_indices
@@ -22,6 +23,9 @@ from .engine import Engine
 from .session import Session, new_session
 
 DEFAULT_FLEET_WAIT_S = 60.0
+_TOO_LATE = Failure(
+    "infra", "AbandonedError", "the workers dropped it, because its client stayed away for longer than abandon_after_s; publish it again"
+)
 
 
 class RolloutClient:
@@ -53,7 +57,11 @@ class RolloutClient:
         return cls(url, run=run, client=client, **options)
 
     async def __aenter__(self) -> Self:
-        await asyncio.wrap_future(self._engine.start())
+        try:
+            await asyncio.wrap_future(self._engine.start())
+        except BaseException:
+            self._engine.ask_to_stop()
+            raise
         return self
 
     async def __aexit__(
@@ -111,6 +119,8 @@ class RolloutClient:
     ) -> GroupBatch:
         """Continue a sealed batch of this client's former process: groups not yet handed over come again, the rest do not.
 
+        Those that were dropped because it stayed away too long come as `GroupFailure` of type `AbandonedError`.
+
         `rows` are the batch's rows as published, for `CompletedGroup.rows`; without them each row is `{"_rowidx": i}`. Raises
         `UnknownBatchError` when it came back too late or the publishing had not finished.
         """
@@ -130,12 +140,16 @@ class RolloutClient:
         known = rows if rows is not None else [{"_rowidx": index} for index in range(total)]
         if len(known) != total:
             raise UnknownBatchError(f"batch {batch_id} has {total} rows, but {len(known)} were given; give the rows it was published with")
-        session = new_session(batch_id, known, _laid_out(record["layout"], size), size, rows_mode=False)
-        session.publication.published = int(record["published"])
+        groups = _laid_out(record["layout"], size, rows or ())
+        session = new_session(batch_id, known, groups, size, rows_mode=False)
+        session.publication.placed.update(range(int(record["published"])))
         for group in range(total // size):
-            status = record.get(f"g:{group}", "cancelled").split(" ", 1)[0]
-            if status in ("handed", "cancelled"):
-                session.collection.skip(group, completed=status == "handed")
+            status, _, token, *_ = record.get(f"g:{group}", "cancelled - -").split(" ")
+            told = status == "failed" and token == "told"
+            if status == "cancelled" and int(record["cancelled"]):
+                session.collection.fail(group, _TOO_LATE)
+            elif told or status in ("handed", "cancelled"):
+                session.collection.skip(group, completed=status == "handed", failed=told)
         await self._engine.sessions.resume(session)
         return session
 
@@ -166,10 +180,10 @@ class RolloutClient:
         return asyncio.run(collect())
 
 
-def _laid_out(layout: str, size: int) -> list[PromptGroup]:
+def _laid_out(layout: str, size: int, rows: Sequence[dict[str, Any]]) -> list[PromptGroup]:
     groups: list[PromptGroup] = []
     for shard, route, count in json.loads(layout):
         for _ in range(count):
-            index = len(groups)
-            groups.append(PromptGroup(index, index * size, route, shard, ()))
+            first = len(groups) * size
+            groups.append(PromptGroup(len(groups), first, route, shard, rows[first : first + size]))
     return groups

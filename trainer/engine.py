@@ -7,17 +7,19 @@ batch with an error instead of a wait.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Coroutine
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
 from ..broker.channel import Channel, Command, Link
 from ..broker.client_transitions import ClientTransitions
-from ..broker.errors import ClientNameTakenError, ClosedError, OwnershipLostError, RolloutBusError
+from ..broker.errors import BrokerUnavailableError, ClientNameTakenError, ClosedError, OwnershipLostError, RolloutBusError
 from ..broker.keys import Keys, check_name
 from ..broker.scripts import load_scripts
 from ..broker.settings import BrokerSettings
@@ -56,9 +58,15 @@ class Engine:
         self._name_wait_s = name_wait_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._posted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._posted_due = False
         self._ready: Future[None] = Future()
         self._stop: asyncio.Event | None = None
         self._failed: BaseException | None = None
+        # Re-entrant: the last reference to a batch may be dropped, and so cancel it, at any moment.
+        self._guard = threading.RLock()
+        self._stop_asked = False
+        self._calls: dict[Future[Any], tuple[Coroutine[Any, Any, Any], ...]] = {}
 
     @property
     def running(self) -> bool:
@@ -66,38 +74,99 @@ class Engine:
 
     def start(self) -> Future[None]:
         """Begin; the future is done when connected, or carries what went wrong."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name=f"rolloutbus-{self.client}", daemon=True)
-            self._thread.start()
+        with self._guard:
+            if self._thread is None:
+                # A waiter that is cancelled must not cancel it for all.
+                self._ready.set_running_or_notify_cancel()
+                self._thread = threading.Thread(target=self._main, name=f"rolloutbus-{self.client}", daemon=True)
+                self._thread.start()
         return self._ready
+
+    def ask_to_stop(self) -> None:
+        """Begin to end the thread, without waiting for it."""
+        with self._guard:
+            self._stop_asked = True
+            loop, stop = self._loop, self._stop
+        if loop is not None and stop is not None:
+            # Where the loop has ended there is nothing to stop.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(stop.set)
 
     def stop(self) -> None:
         """End the thread, cancelling what is still open; returns when it is gone. Safe twice."""
-        if self._thread is None:
-            return
-        loop, stop = self._loop, self._stop
-        if loop is not None and stop is not None and self._thread.is_alive():
-            try:
-                loop.call_soon_threadsafe(stop.set)
-            except RuntimeError:  # the loop ended between the two lines
-                pass
-        if threading.current_thread() is not self._thread:
+        self.ask_to_stop()
+        if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run `work` in the client's thread."""
-        if self._loop is None or not self.running:
-            work.close()
-            raise ClosedError("this client is closed; make a new one") from self._failed
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def post(self, callback: Any, *args: Any) -> None:
-        """Call something in the client's thread, later; dropped when the client has ended."""
-        if self._loop is not None and self.running:
+        """Run `work` in the client's thread. What the thread's end leaves undone ends with `ClosedError`, never with a wait."""
+        with self._guard:
+            if self._loop is None or not self.running:
+                work.close()
+                raise self._ended("is closed")
+            guarded = self._finish_or_say(work)
             try:
-                self._loop.call_soon_threadsafe(callback, *args)
-            except RuntimeError:  # ended meanwhile
-                pass
+                future = asyncio.run_coroutine_threadsafe(guarded, self._loop)
+            except RuntimeError:  # the loop ended a moment ago
+                guarded.close()
+                work.close()
+                raise self._ended("is closed")
+            self._calls[future] = (guarded, work)
+        future.add_done_callback(self._forget)
+        return future
+
+    async def _finish_or_say(self, work: Coroutine[Any, Any, Result]) -> Result:
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not self._stop_asked and self._failed is None:
+                raise
+            # The caller was not cancelled, and must not believe that it was.
+            raise self._ended("was closed meanwhile") from None
+        finally:
+            work.close()
+
+    def _ended(self, how: str) -> RolloutBusError:
+        """Why nothing can be done any more: what ended this client, or that it was closed."""
+        if self._failed is None:
+            return ClosedError(f"this client {how}; make a new one")
+        kind = BrokerUnavailableError if isinstance(self._failed, ConnectionError) else ClosedError
+        return kind(f"this client has ended ({self._failed}); make a new one")
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._guard:
+            self._calls.pop(future, None)
+
+    def _end_calls(self) -> None:
+        with self._guard:
+            self._loop, left = None, list(self._calls.items())
+        for future, coroutines in left:
+            for coroutine in coroutines:
+                coroutine.close()
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(self._ended("was closed meanwhile"))
+
+    def post(self, callback: Callable[..., None], *args: Any) -> None:
+        """Call something in the client's thread, later; dropped when the client has ended.
+
+        Whatever is posted before that thread gets to it costs one wake-up, not one each.
+        """
+        loop = self._loop
+        if loop is None or not self.running:
+            return
+        self._posted.append((callback, args))
+        if not self._posted_due:
+            self._posted_due = True
+            # Where it ended meanwhile there is nobody to hear it.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._call_posted)
+
+    def _call_posted(self) -> None:
+        # Lowered first: what is posted from now on wakes this thread again.
+        self._posted_due = False
+        while self._posted:
+            callback, args = self._posted.popleft()
+            callback(*args)
 
     def _main(self) -> None:
         try:
@@ -108,26 +177,51 @@ class Engine:
                 self._ready.set_exception(error)
             else:
                 log.error("the client's thread ended: %s", error)
+        finally:
+            self._end_calls()
 
     async def _work(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        with self._guard:
+            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+            if self._stop_asked:
+                self._stop.set()
         link = Link(self.settings, f"client:{self.client}", self._introduce)
         self.link = link
         self.transitions = ClientTransitions(link, self.keys, self.settings, self.client, self.incarnation)
+        stop = asyncio.create_task(self._stop.wait())
         try:
-            # The first connection fails at once instead of waiting for a broker that may have another address.
-            await link.channel()
-            self.route_map = await wait_for_route_map(link, self.keys, self._fleet_wait_s)
-            await self._serve()
+            await self._connect(link, stop)
+            await self._serve(stop)
         finally:
+            stop.cancel()
             await link.close()
+
+    async def _connect(self, link: Link, stop: asyncio.Task[Any]) -> None:
+        connecting = asyncio.create_task(self._find_fleet(link))
+        await asyncio.wait({connecting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        connecting.cancel()
+        try:
+            await connecting
+        except BaseException as error:
+            if link.current is not None:
+                # Or this name would be taken for a lease, and a second try refused.
+                await self._quietly(self.transitions.resign([]))
+            if isinstance(error, asyncio.CancelledError):
+                raise ClosedError("the client was closed while it was connecting") from None
+            raise
+
+    async def _find_fleet(self, link: Link) -> None:
+        # The first connection fails at once instead of waiting for a broker that may have another address.
+        await link.channel()
+        self.route_map = await wait_for_route_map(link, self.keys, self._fleet_wait_s)
 
     async def _introduce(self, channel: Channel) -> None:
         """On every connection: scripts, and the client's name, which a restarted broker may have forgotten."""
         await load_scripts(channel)
         own = ClientTransitions(_ChannelRunner(channel), self.keys, self.settings, self.client, self.incarnation)  # pyright: ignore[reportArgumentType]
-        deadline = time.monotonic() + (0.0 if self._ready.done() else self._name_wait_s)
-        while left := await own.own():
+        connected = time.monotonic()
+        deadline = connected + (0.0 if self._ready.done() else self._name_wait_s)
+        while left := await own.own(watched_s=channel.hello.uptime_s + time.monotonic() - connected):
             if time.monotonic() >= deadline:
                 raise ClientNameTakenError(
                     f"client {self.client!r} of run {self.keys.run!r} belongs to another live process (its lease ends in {left / 1000:.0f} s "
@@ -135,28 +229,24 @@ class Engine:
                 )
             await asyncio.sleep(min(0.2, left / 1000))
 
-    async def _serve(self) -> None:
-        self.collector = Collector(self.settings, self.keys, self.link, self.transitions, self._on_restart)
+    async def _serve(self, stop: asyncio.Task[Any]) -> None:
+        self.collector = Collector(self.settings, self.keys, self.link, self.transitions, lambda: self.sessions.republish())
         producer = Producer(self.link, self.keys, self.settings, self.transitions)
         self.sessions = SessionRunner(self.link, self.transitions, producer, self.collector)
-        self._restart_tasks: set[asyncio.Task[None]] = set()
-        assert self._stop is not None
         duties = [
             asyncio.create_task(self.collector.run(), name="collector"),
             asyncio.create_task(self._renew_for_ever(), name="owner"),
             asyncio.create_task(self._sweep_for_ever(), name="sweep"),
         ]
-        stop = asyncio.create_task(self._stop.wait())
         self._ready.set_result(None)
         try:
             done, _ = await asyncio.wait({*duties, stop}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stop}:
                 self._failed = task.exception() or ClosedError(f"the client's {task.get_name()} ended")
         finally:
-            await self._end(duties, stop)
+            await self._end(duties)
 
-    async def _end(self, duties: list[asyncio.Task[None]], stop: asyncio.Task[Any]) -> None:
-        stop.cancel()
+    async def _end(self, duties: list[asyncio.Task[None]]) -> None:
         error = self._failed or ClosedError("the client was closed while this batch was open; close the batch first")
         for session in list(self.sessions.sessions.values()):
             session.outbox.put(Ended(error))
@@ -164,10 +254,12 @@ class Engine:
                 await self._quietly(self.sessions.close(session, complete=False))
         if self._failed is None:
             await self._quietly(self.collector.handed_over())
-            await self._quietly(self.transitions.resign(self.collector.shards))
-        for task in [*duties, *self._restart_tasks]:
+        # Before the name is given up: a renewal that comes after that would bring it back.
+        for task in duties:
             task.cancel()
-        await asyncio.gather(*duties, *self._restart_tasks, return_exceptions=True)
+        await asyncio.gather(*duties, return_exceptions=True)
+        if self._failed is None:
+            await self._quietly(self.transitions.resign(self.collector.shards))
 
     async def _quietly(self, work: Coroutine[Any, Any, Any]) -> None:
         """Clean up as far as the broker allows; what it does not allow expires by itself."""
@@ -177,10 +269,7 @@ class Engine:
         except (RolloutBusError, TimeoutError) as error:
             log.warning("client %s could not clean up after itself (%s); its keys expire", self.client, error)
 
-    def _on_restart(self) -> None:
-        task = asyncio.get_running_loop().create_task(self.sessions.republish(), name="republish")
-        self._restart_tasks.add(task)
-        task.add_done_callback(self._restart_tasks.discard)
+
 
     async def _renew_for_ever(self) -> None:
         keys_due = time.monotonic()

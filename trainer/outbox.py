@@ -52,17 +52,6 @@ class Outbox(Generic[Item]):
                 raise
         return found[0]
 
-    def get_blocking(self) -> Item:
-        """The next item, for plain code."""
-        while (found := self._take()) is None:
-            with self._lock:
-                if self._items:
-                    continue
-                waiter: Future[None] = Future()
-                self._waiters.append(waiter)
-            waiter.result()
-        return found[0]
-
     def _take(self) -> tuple[Item] | None:
         with self._lock:
             return (self._items.popleft(),) if self._items else None

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..broker.channel import Link
+from ..broker.channel import Channel, Link
 from ..broker.client_transitions import Books, ClientTransitions
-from ..broker.errors import BatchCancelledError, BooksError, RolloutBusError
+from ..broker.errors import BatchCancelledError, BatchError, BooksError, UnknownBatchError
 from ..collector import BatchCollection, Collector, CompletedGroup, GroupFailure, Sink
 from ..collector.sweep import Watched, outline
 from ..collector.timing import COUNTERS
@@ -54,6 +54,7 @@ class Session:
     outbox: Outbox[Parcel]
     rows_mode: bool
     run_id: str = ""
+    resumed: bool = False
     books: Books | None = None
     closed: bool = False
     publishing: asyncio.Task[None] | None = None
@@ -125,65 +126,97 @@ class SessionRunner:
 
     async def start(self, session: Session) -> None:
         """Begin to publish, with collecting already under way."""
-        self.sessions[session.batch] = session
+        self._watch(session)
         await self._collector.attach(session.collection, session.publication.shards)
         session.publishing = asyncio.create_task(self._publish(session), name=f"publish {session.batch}")
 
+    def _watch(self, session: Session) -> None:
+        self.sessions[session.batch] = session
+
+        def is_there() -> bool:
+            channel = self._link.current
+            return session.publication.opened and channel is not None and channel.hello.run_id == session.run_id
+
+        session.watched.is_there = is_there
+
     async def resume(self, session: Session) -> None:
         """Go on with a sealed batch: everything on the streams is read again."""
+        session.run_id, session.resumed = await self._server(), True
         await self._transitions.adopt(session.batch)
-        session.publication.sealed = True
-        self.sessions[session.batch] = session
+        session.publication.opened = session.publication.sealed = True
+        self._watch(session)
         await self._collector.attach(session.collection, session.publication.shards, from_start=True)
         if session.collection.all_ended:
             session.outbox.put(Ended(None))
 
-    async def _publish(self, session: Session) -> None:
+    async def _publish(self, session: Session, *, again: bool = False) -> None:
+        """Publish, and as often as the broker turns out to be another process than before, bring back what it may have lost."""
         try:
             while True:
+                session.publication.opened = False
                 run_id = session.run_id = await self._server()
                 try:
-                    await self._producer.publish(session.publication)
-                    return
-                except BatchCancelledError:
-                    # A broker that lost its data has no batch either: begin again, what is there stays.
+                    await (self._bring_back(session) if again else self._producer.publish(session.publication))
+                except BatchError:
+                    # A broker that lost its data has no batch, or not all of it.
                     if run_id == await self._server():
                         raise
+                if run_id == await self._server():
+                    return
+                again = True
         except Exception as error:
             session.outbox.put(Ended(error))
 
-    async def _server(self) -> str:
-        return (await self._link.channel()).hello.run_id
-
-    async def republish(self) -> None:
-        """The broker is another process than before: bring back what it may have lost."""
-        for session in list(self.sessions.values()):
-            if session.closed or not session.publication.sealed:
-                continue
-            out = set(session.collection.unfinished())
-            missing = [group for group in session.publication.groups if group.index in out and group.rows]
-            if not missing:
-                continue
+    async def _bring_back(self, session: Session) -> None:
+        publication, out = session.publication, set(session.collection.unfinished())
+        missing = [group for group in publication.groups if group.index in out and group.rows]
+        if session.resumed:
+            # The broker may have forgotten whose batch it is now.
+            await self._adopt_again(session, able=len(missing) == len(out))
+        if missing:
             log.warning("batch %s: looking after %d groups on the restarted broker", session.batch, len(missing))
-            try:
-                await self._producer.republish(session.publication, missing)
-            except RolloutBusError as error:
-                session.outbox.put(Ended(error))
+            await self._producer.republish(publication, missing)
+        publication.opened = True
+
+    async def _adopt_again(self, session: Session, *, able: bool) -> None:
+        try:
+            await self._transitions.adopt(session.batch)
+        except UnknownBatchError:
+            if not able:
+                raise
+
+    async def _server(self) -> str:
+        return (await self._link.retrying(_run_id))[0]
+
+    def republish(self) -> None:
+        """The broker is another process than before: bring back what it may have lost. Who still publishes will see it himself."""
+        for session in self.sessions.values():
+            if not session.closed and (session.publishing is None or session.publishing.done()):
+                session.publishing = asyncio.create_task(self._publish(session, again=True), name=f"republish {session.batch}")
 
     async def close(self, session: Session, *, complete: bool) -> None:
         """End the batch on the broker. With `complete` the books must balance, or `BooksError` says what they are."""
         if session.closed:
             return
         session.closed = True
-        if session.publishing is not None and not session.publishing.done():
-            session.publishing.cancel()
-            await asyncio.gather(session.publishing, return_exceptions=True)
-        await self._collector.handed_over()
-        self._collector.detach(session.batch)
-        del self.sessions[session.batch]
-        session.books = await self._transitions.close(session.batch, _queued(session))
+        if not complete:
+            session.outbox.put(Ended(BatchCancelledError(f"batch {session.batch} was cancelled by this client")))
+        try:
+            if session.publishing is not None and not session.publishing.done():
+                session.publishing.cancel()
+                await asyncio.gather(session.publishing, return_exceptions=True)
+            await self._collector.handed_over()
+            session.books = await self._transitions.close(session.batch, _queued(session))
+        finally:
+            # Not before: what comes while it closes would count as another batch's that may be resumed, and stay.
+            self._collector.detach(session.batch)
+            del self.sessions[session.batch]
         if complete:
             _check_books(session)
+
+
+async def _run_id(channel: Channel) -> list[str]:
+    return [channel.hello.run_id]
 
 
 def _queued(session: Session) -> dict[str, list[str]]:

@@ -49,3 +49,14 @@ class Environment(Protocol):
     async def stop(self) -> None:
         """End everything that was started; safe to call twice and before `start`."""
         ...
+
+
+@runtime_checkable
+class ReportsTiming(Protocol):
+    """What an environment has besides when it measures times of its own; optional."""
+
+    def take_timing(self, group_id: str) -> Mapping[str, float]:
+        """Seconds by name that the attempt with this `_group_id` spent, given once, after its rows. They are summed up per batch, so
+        they must not overlap each other.
+        """
+        ...

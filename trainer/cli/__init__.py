@@ -1,1 +1,1 @@
-"""Placeholder until its first piece lands."""
+"""The command line, `rolloutbus`."""

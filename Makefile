@@ -1,0 +1,25 @@
+PYTHON ?= python3
+VENV ?= .venv
+
+.PHONY: install lint test bench chaos
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test,lint]'
+	touch $(VENV)/installed
+
+lint: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/basedpyright --pythonpath $(VENV)/bin/python
+
+test: install
+	$(VENV)/bin/python -m pytest
+
+bench: install
+	$(VENV)/bin/python -m benchmarks
+
+chaos: install
+	$(VENV)/bin/python -m tests.chaos

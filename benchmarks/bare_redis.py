@@ -1,0 +1,82 @@
+"""The ceiling that is none: bare Redis Streams with redis-py and none of the guarantees. Nothing of rolloutbus but the server's supervision."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import time
+from typing import Any
+
+import msgpack
+import numpy as np
+import redis.asyncio as redis
+
+from benchmarks.contest import Measurement, Meter, Order, serve
+from benchmarks.payloads import group_size, make_rows
+from rolloutbus.broker.embedded import EmbeddedBroker
+
+
+def unpack_array(code: int, data: bytes) -> Any:
+    kind, _, raw = data.partition(b"|")
+    return np.frombuffer(raw, dtype=kind.decode())
+
+
+async def publish(connection: redis.Redis, rows: list[dict[str, Any]], size: int) -> None:
+    pipe = connection.pipeline(transaction=False)
+    for first in range(0, len(rows), size):
+        shard = rows[first]["agent_ref"]["name"]
+        pipe.xadd(f"groups:{shard}", {"payload": msgpack.packb(rows[first : first + size])})
+        if first % (size * 64) == 0:
+            await pipe.execute()
+    await pipe.execute()
+
+
+async def run_batch(connection: redis.Redis, reader: redis.Redis, cursors: dict[str, str], order: Order) -> tuple[float, float]:
+    rows = make_rows(order.kind, order.rows, order.shards)
+    started, first, seen = time.perf_counter(), 0.0, 0
+    publishing = asyncio.create_task(publish(connection, rows, group_size(order.kind)))
+    count = 512 if order.kind == "1.5 KB" else 16
+    while seen < order.rows:
+        reply: Any = await reader.xread(cursors, count=count, block=1000)  # pyright: ignore[reportArgumentType]
+        for name, entries in reply or []:
+            for entry, fields in entries:
+                msgpack.unpackb(fields[b"payload"], ext_hook=unpack_array)
+                first = first or time.perf_counter() - started
+                seen += 1
+                cursors[name.decode()] = entry.decode()
+    await publishing
+    elapsed = time.perf_counter() - started
+    for name in cursors:
+        await connection.xtrim(name, maxlen=0)
+    return seen / elapsed, first * 1000
+
+
+async def main() -> None:
+    with EmbeddedBroker(binary=shutil.which("redis-server")) as broker:
+        connection, reader = redis.Redis.from_url(broker.url), redis.Redis.from_url(broker.url)
+        for at in range(2):
+            await connection.xgroup_create(f"groups:route{at}", "g", id="0", mkstream=True)
+        workers = [
+            subprocess.Popen([sys.executable, "-m", "benchmarks.bare_worker", broker.url, f"route{at}"]) for at in range(2)
+        ]
+        cursors = {f"results:route{at}": "0-0" for at in range(2)}
+        roles = {"broker": [broker.pid or 0], "workers": [worker.pid for worker in workers], "trainer": [os.getpid()]}
+
+        async def run(order: Order) -> Measurement:
+            meter = Meter(roles)
+            rate, first = await run_batch(connection, reader, cursors, order)
+            return Measurement(rate, first, meter.cpu(), meter.memory())
+
+        await serve(run)
+        await connection.set("stop", 1)
+        for worker in workers:
+            worker.wait()
+        await connection.aclose()
+        await reader.aclose()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,49 @@
+"""A worker process of the benchmark: the product's own worker loop around an environment that does nothing.
+
+Run as `python -m benchmarks.noop_worker URL RUN SHARD LABEL SLOTS`; ends on SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.payloads import make_result
+from rolloutbus.broker import BrokerSettings
+from rolloutbus.shard_workers import ShardWorker, WorkerSettings
+
+
+class NoopEnvironment:
+    """Gives each row its result at once, or after the `sleep_s` that the row carries."""
+
+    async def start(self, config: Mapping[str, Any]) -> None:
+        """Nothing to build."""
+
+    def list_entries(self) -> dict[str, list[str]]:
+        return {}
+
+    async def run_rollouts(self, rows: Sequence[dict[str, Any]]) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
+        for row in rows:
+            if row.get("sleep_s"):
+                await asyncio.sleep(row["sleep_s"])
+            yield row, make_result(row)
+
+    async def health(self) -> None:
+        """Always well."""
+
+    async def stop(self) -> None:
+        """Nothing to end."""
+
+
+async def main(url: str, run: str, shard: str, label: str, slots: int) -> None:
+    settings = WorkerSettings(slots=slots, drain_timeout_s=0)
+    worker = ShardWorker(BrokerSettings(url=url), run, shard, label, NoopEnvironment(), settings)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
+    await worker.run()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:5], int(sys.argv[5])))

@@ -1,0 +1,167 @@
+"""`ShardFleet`: the environments of a run, as whoever starts them sees it. Plain, blocking calls; its own thread does
+the work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
+
+from ...broker.errors import FleetError
+from ...broker.settings import BrokerSettings
+from ..fleet_config import ConfigSource, FleetConfig, read_fleet_config
+from .engine import FleetEngine
+from .instances import InstanceStatus
+from .loop_thread import LoopThread
+from .placement import RaySession
+
+
+class ShardFleet:
+    """A running fleet, made by `start`, ended by `shutdown` or as a context manager; for use from any thread."""
+
+    def __init__(self, config: FleetConfig, session: RaySession, thread: LoopThread) -> None:
+        self._config = config
+        self._session = session
+        self._thread = thread
+        self._engine: FleetEngine | None = None
+        self._ended = threading.Event()
+        self._end_reason = ""
+        self._guard = threading.Lock()
+        self._shut_down = False
+
+    @classmethod
+    def start(
+        cls,
+        config: ConfigSource | FleetConfig,
+        base_urls: Any = None,
+        model_name: str | None = None,
+        *,
+        replace: bool = False,
+    ) -> ShardFleet:
+        """Start every stack of `config` (a mapping, an OmegaConf node, or a YAML file's path) and publish what they
+        host; blocks.
+
+        `base_urls` and `model_name` are those of the model's endpoints. `replace` takes the run from another fleet once
+        this one is up. Raises `ConfigError` before anything starts, `ShardSetupError` naming shard, replica and cause,
+        or `FleetError` when the run has another fleet; then nothing is left running.
+        """
+        known = config if isinstance(config, FleetConfig) else read_fleet_config(config)
+        plan = known.plan
+        cpus = sum(known.actor_cpus(shard) * shard.replicas for shard in plan.shards)
+        session = RaySession(known.fleet.address, cpus)
+        thread: LoopThread | None = None
+        try:
+            session.refuse_hopeless(plan.total_instances, plan.placement_strategy)
+            thread = LoopThread(f"rolloutbus-fleet-{known.run}")
+            fleet = cls(known, session, thread)
+            thread.run(fleet._start(base_urls, model_name, replace=replace))
+        except BaseException:
+            if thread is not None:
+                thread.close()
+            session.close()
+            raise
+        return fleet
+
+    async def _start(self, base_urls: Any, model_name: str | None, *, replace: bool) -> None:
+        self._engine = FleetEngine(self._config, base_urls, model_name, self._on_end)
+        await self._engine.start(replace=replace)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        return (
+            f"<ShardFleet {self.run}: {', '.join(f'{shard} {len(labels)}' for shard, labels in self.labels.items())}>"
+        )
+
+    @property
+    def config(self) -> FleetConfig:
+        """What it was started with."""
+        return self._config
+
+    @property
+    def run(self) -> str:
+        return self._config.run
+
+    @property
+    def broker(self) -> BrokerSettings:
+        return self._config.broker
+
+    @property
+    def route_map(self) -> Mapping[str, str]:
+        """Route → shard, for `validate_dataset_routes`; `{"*": shard}` where the config is not sharded."""
+        return MappingProxyType(self._engine.routes if self._engine else {})
+
+    @property
+    def labels(self) -> dict[str, list[str]]:
+        """Shard → labels of its instances."""
+        engine = self._engine
+        return {shard.name: engine.labels(shard.name) if engine else [] for shard in self._config.plan.shards}
+
+    def status(self) -> list[InstanceStatus]:
+        """A look at every instance."""
+        return [instance.status() for instance in self._engine.instances] if self._engine else []
+
+    def wait(self, timeout_s: float | None = None) -> str | None:
+        """Block until the fleet has ended, at most `timeout_s`; why it did ("" after `shutdown`), or None while it
+        runs.
+        """
+        return self._end_reason if self._ended.wait(timeout_s) else None
+
+    def scale(self, shard: str, replicas: int) -> None:
+        """Add instances, or drain and end the last ones, until there are `replicas`; blocks. No label of a running one
+        changes.
+
+        Raises `FleetError` or `ConfigError` with the reason; the instances there were go on.
+        """
+        self._thread.run(self._running().scale(shard, replicas))
+
+    def drain(self, label: str) -> None:
+        """End one instance: its groups finish or are handed back. Raises `FleetError` for the last one of its shard."""
+        self._thread.run(self._running().drain(label))
+
+    def shutdown(self, *, drain: bool = True) -> None:
+        """Drain and stop every instance, then give back places and keys; safe twice.
+
+        `drain=False` hands running groups back at once. An interrupt in the middle of it kills what is left, then gives
+        back the rest. Raises `FleetError` naming what would not stop; it was killed then.
+        """
+        with self._guard:
+            if self._shut_down:
+                return
+            self._shut_down = True
+            try:
+                problems = self._end(drain=drain)
+            finally:
+                self._thread.close()
+                self._session.close()
+                self._ended.set()
+        if problems:
+            raise FleetError(
+                f"{len(problems)} instances of run {self.run!r} would not stop and were killed: {'; '.join(problems)}"
+            )
+
+    def _end(self, *, drain: bool) -> list[str]:
+        if self._engine is None or not self._thread.alive:
+            return []
+        try:
+            return self._thread.run(self._engine.shutdown(drain=drain))
+        except KeyboardInterrupt:
+            self._thread.run(self._engine.kill())
+            raise
+
+    def _running(self) -> FleetEngine:
+        if self._engine is None or not self._thread.alive or self._shut_down:
+            raise FleetError(f"the fleet of run {self.run!r} is shut down; start it again")
+        return self._engine
+
+    def _on_end(self, reason: str) -> None:
+        self._end_reason = reason
+        self._ended.set()

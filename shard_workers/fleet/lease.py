@@ -1,0 +1,100 @@
+"""The fleet's hold on its run: a lease that is renewed, and what was published, again where a broker lost it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from ...broker.channel import Link
+from ...broker.errors import FleetError, RolloutBusError
+from ...broker.fleet_transitions import FleetTransitions, Published, Request
+
+log = logging.getLogger("rolloutbus.fleet")
+
+
+class FleetLease:
+    """Renews each `renew_every_s`. `on_request` gets every wish once; `on_lost(holder)` is the last thing that is
+    called.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        transitions: FleetTransitions,
+        shards: Sequence[str],
+        on_request: Callable[[Request], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self.held = False
+        self._link = link
+        self._transitions = transitions
+        self._shards = shards
+        self._on_request = on_request
+        self._on_lost = on_lost
+        self._published: Published | None = None
+        self._known: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    async def claim(self) -> None:
+        """Take the run and keep it; raises `FleetError` where another fleet has it."""
+        await self._transitions.claim()
+        self._keep()
+
+    async def publish(self, published: Published, *, replace: bool = False) -> None:
+        """Publish, and keep published."""
+        await self._transitions.publish(published, replace=replace)
+        self._published = published
+        self._keep()
+
+    async def give_up(self, labels: Sequence[str]) -> None:
+        """Take everything off the broker, and stop renewing; a run that another fleet has now is left alone."""
+        await self.stop()
+        if self.held:
+            self.held = False
+            left = await self._transitions.remove(self._shards, labels)
+            if left:
+                log.warning("%d shards still hold groups; they wait for another fleet of this run, or expire", left)
+
+    async def stop(self) -> None:
+        """Stop renewing; the lease runs out by itself."""
+        task, self._task = self._task, None
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+            await asyncio.wait({task})
+
+    def _keep(self) -> None:
+        self.held = True
+        if self._task is None:
+            self._task = asyncio.create_task(self._renew_for_ever(), name="fleet lease")
+
+    async def _renew_for_ever(self) -> None:
+        while self.held:
+            await asyncio.sleep(self._link.settings.renew_every_s)
+            try:
+                await self._renew()
+            except RolloutBusError as error:
+                log.warning("the fleet cannot renew its lease (%s)", error)
+
+    async def _renew(self) -> None:
+        version = self._published.version if self._published else ""
+        renewal = await self._transitions.renew(self._shards, version)
+        if renewal.status == "lost":
+            self._lose(renewal.holder)
+        elif renewal.status == "gone" and self._published is not None:
+            await self._publish_again(self._published)
+        for request in renewal.requests:
+            if request.id not in self._known:
+                self._known.add(request.id)
+                self._on_request(request)
+
+    async def _publish_again(self, published: Published) -> None:
+        log.warning("the broker has lost the fleet's routes; publishing them again")
+        try:
+            await self._transitions.publish(published)
+        except FleetError as error:
+            log.error("cannot publish the routes again: %s", error)
+
+    def _lose(self, holder: str) -> None:
+        self.held = False
+        self._on_lost(holder.partition(" ")[2] or holder)

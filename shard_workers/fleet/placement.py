@@ -1,0 +1,137 @@
+"""Where instances go: the Ray this process is connected to, and placement groups on it.
+
+A Ray that was there is left as it is; one that was started for the fleet ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import placement_group_table as describe  # pyright: ignore[reportUnknownVariableType]
+
+from ..plan_errors import ShardSetupError
+from ..plan_spec import DEFAULT_PLACEMENT_STRATEGY
+
+_POLL_S = 0.05
+# Long for a bundle's return, short for whoever shuts down a cluster that is half gone.
+_REMOVAL_TIMEOUT_S: Final = 10.0
+_NODE_ID_LABEL: Final = "ray.io/node-id"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A place for one instance: `index` in `group`. One that `stands_alone` was made for that instance only."""
+
+    group: PlacementGroup
+    index: int
+    cpus: float
+    stands_alone: bool = False
+
+
+class RaySession:
+    """The connection to Ray; `started_here` tells whether this fleet opened it, `local` whether it started the cluster
+    too.
+    """
+
+    def __init__(self, address: str | None, cpus: float) -> None:
+        self.started_here = not ray.is_initialized()
+        self.local = False
+        if not self.started_here:
+            return
+        address = address or os.environ.get("RAY_ADDRESS") or None
+        self.local = address is None
+        options: dict[str, Any] = {"address": address} if address else _local_options(cpus)
+        try:
+            # Ray's own word of its start is no news to whoever starts a fleet.
+            cast("Any", ray).init(log_to_driver=False, logging_level="WARNING", **options)
+        except Exception as error:
+            where = f"the Ray cluster at {address}" if address else "a local Ray"
+            raise ShardSetupError(
+                f"cannot connect to {where}: {type(error).__name__}: {error}; check `rolloutbus.fleet.address` "
+                "and that it runs"
+            ) from None
+
+    def refuse_hopeless(self, bundles: int, strategy: str) -> None:
+        """A local Ray is one node for ever, so there is no use in waiting for others."""
+        if self.local and bundles > 1 and strategy == DEFAULT_PLACEMENT_STRATEGY:
+            raise ShardSetupError(
+                f"{bundles} instances under {strategy} need {bundles} nodes, and a local Ray is one; join a cluster "
+                "with `rolloutbus.fleet.address`, or set `env.nemo_gym.placement_strategy: PACK`, which is for one "
+                "machine"
+            )
+
+    def close(self) -> None:
+        """End what was started here; safe twice."""
+        if self.started_here:
+            self.started_here = False
+            cast("Any", ray).shutdown()
+
+
+def _local_options(cpus: float) -> dict[str, Any]:
+    # Stacks wait for models and servers most of the time; on one machine their CPUs are a matter of book-keeping.
+    return {"address": "local", "include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, math.ceil(cpus))}
+
+
+async def place(
+    cpus: Sequence[float], strategy: str, timeout_s: float, avoid_nodes: Sequence[str] = ()
+) -> PlacementGroup:
+    """A placement group with a bundle per number of CPUs, placed within `timeout_s`; `ShardSetupError` with the numbers
+    otherwise.
+    """
+    selector = {_NODE_ID_LABEL: f"!in({','.join(avoid_nodes)})"} if avoid_nodes else None
+    group = placement_group(
+        [{"CPU": count} for count in cpus],
+        strategy=strategy,
+        bundle_label_selector=cast("Any", [selector] * len(cpus) if selector else None),
+    )
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not await asyncio.to_thread(group.wait, _POLL_S):
+            if time.monotonic() >= deadline:
+                raise ShardSetupError(_not_placed(cpus, strategy, timeout_s, avoid_nodes))
+    except BaseException:
+        await release(group)
+        raise
+    return group
+
+
+async def release(group: PlacementGroup) -> None:
+    """Give the bundles back, and wait until they are free."""
+    remove_placement_group(group)
+    deadline = time.monotonic() + _REMOVAL_TIMEOUT_S
+    while time.monotonic() < deadline:
+        state: object = _table(group).get("state")
+        if state in (None, "REMOVED"):
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+def node_of(bundle: Bundle) -> str:
+    """The id of the node where the bundle is now."""
+    return _table(bundle.group).get("bundles_to_node_id", {}).get(bundle.index, "")
+
+
+def _table(group: PlacementGroup) -> dict[str, Any]:
+    return cast("Any", describe)(group)
+
+
+def _not_placed(cpus: Sequence[float], strategy: str, timeout_s: float, avoid_nodes: Sequence[str]) -> str:
+    sizes = ", ".join(f"{sum(c == size for c in cpus)} of {size:g} CPU" for size in dict.fromkeys(cpus))
+    nodes = [node for node in cast("list[dict[str, Any]]", ray.nodes()) if node["Alive"]]
+    totals = ", ".join(f"{cpus:g}" for cpus in sorted(node["Resources"].get("CPU", 0.0) for node in nodes))
+    free = cast("dict[str, float]", ray.available_resources()).get("CPU", 0.0)
+    taken = f", {len(avoid_nodes)} of them with an instance already" if avoid_nodes else ""
+    return (
+        f"{len(cpus)} bundles ({sizes} each) could not be placed under {strategy} within {timeout_s:g} s: the cluster "
+        f"has {len(nodes)} nodes with {totals or 'no'} CPUs{taken}, and {free:g} CPUs are free in all. Add nodes, "
+        "lower `actor_cpus` or `replicas`, raise `rolloutbus.fleet.placement_timeout_s`, or, on one machine, set "
+        "`env.nemo_gym.placement_strategy: PACK`"
+    )

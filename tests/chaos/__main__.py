@@ -1,0 +1,61 @@
+"""`python -m tests.chaos [--schedules N] [--seconds S] [--seed X] [--only FAULT] [--report FILE]`, see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from pathlib import Path
+
+from tests.chaos.faults import FAULTS
+from tests.chaos.plan import make_plan
+from tests.chaos.report import summary, table
+from tests.chaos.schedule import Outcome, run_schedule
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos", description="Break everything on purpose and see that nothing is lost."
+    )
+    parser.add_argument("--schedules", type=int, default=200, help="how many schedules to play (default: 200)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no schedule after this many seconds")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="seed of the first schedule; the next ones count on from it"
+    )
+    parser.add_argument(
+        "--only", action="append", choices=sorted(FAULTS), help="this fault only; may be given several times"
+    )
+    parser.add_argument("--report", type=Path, help="write the table to this markdown file")
+    return parser.parse_args()
+
+
+async def play(schedules: int, seconds: float, seed: int, faults: list[str]) -> list[Outcome]:
+    """Play schedules one after the other, printing each as it ends."""
+    outcomes: list[Outcome] = []
+    began = time.monotonic()
+    for at in range(schedules):
+        if time.monotonic() - began > seconds:
+            break
+        plan = make_plan(seed + at, faults[(seed + at) % len(faults)])
+        outcomes.append(await run_schedule(plan))
+        print(summary(outcomes[-1]), flush=True)
+    return outcomes
+
+
+def main() -> int:
+    """0 when nothing was violated."""
+    given = _arguments()
+    seed = random.randrange(1_000_000) if given.seed is None else given.seed
+    print(f"seed {seed}", flush=True)
+    outcomes = asyncio.run(play(given.schedules, given.seconds, seed, given.only or list(FAULTS)))
+    text = table(outcomes)
+    print(text)
+    if given.report:
+        given.report.write_text(f"{len(outcomes)} schedules from seed {seed}\n\n{text}\n", encoding="utf-8")
+    return int(any(outcome.violations for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""The faults, each a coroutine that strikes a stage at the place its plan says, and mends what an operator would mend.
+
+A fault returns when it is over; the schedule then goes on to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import redis.exceptions
+
+from tests.chaos.actors import Actor
+from tests.chaos.plan import KILL_POINTS, LEASE_S, Plan
+from tests.chaos.stage import Stage
+
+Fault = Callable[[Stage, Plan], Coroutine[Any, Any, None]]
+
+
+def _victim(stage: Stage, plan: Plan) -> Actor:
+    labels = sorted(stage.workers)
+    return stage.workers[labels[plan.victim % len(labels)]]
+
+
+async def worker_killed(stage: Stage, plan: Plan) -> None:
+    """The victim carries its kill point from the start; it dies there, or outlives the batch."""
+    victim = stage.workers[next(iter(kill_orders(plan)[0]))]
+    await stage.progress.until(lambda: victim.gone or stage.progress.over)
+    if victim.gone and victim.code == -signal.SIGKILL:
+        stage.struck(victim.held)
+        await _replace(stage, plan, victim)
+
+
+async def _replace(stage: Stage, plan: Plan, victim: Actor) -> None:
+    """As a fleet does: a new process under the old label, sooner or later, or never while others live."""
+    await asyncio.sleep(plan.replace_after_s)
+    shard = victim.name.split("/")[0]
+    others = [worker for worker in stage.workers.values() if worker.name.split("/")[0] == shard and not worker.gone]
+    if not others or plan.replace_after_s < 2:
+        await stage.add_worker(victim.name)
+
+
+async def worker_paused(stage: Stage, plan: Plan) -> None:
+    """SIGSTOP while it holds a group, past its lease, then SIGCONT: it must find out that it lost them."""
+    victim = _victim(stage, plan)
+    await stage.logged(plan.at)
+    await stage.progress.until(lambda: bool(victim.held) or stage.progress.over)
+    if stage.progress.over:
+        return
+    stage.struck(victim.held)
+    victim.signal(signal.SIGSTOP)
+    await asyncio.sleep(LEASE_S * 1.3 + plan.hold_s)
+    victim.signal(signal.SIGCONT)
+
+
+async def broker_restarted(stage: Stage, plan: Plan) -> None:
+    if await stage.logged(plan.at):
+        stage.struck()
+        await asyncio.to_thread(stage.broker.kill)
+        await asyncio.sleep(plan.hold_s)
+        await asyncio.to_thread(stage.broker.restart)
+
+
+async def broker_cut(stage: Stage, plan: Plan) -> None:
+    """As after a power failure with `everysec`: the last second is gone, the last command cut in its middle."""
+    watching = asyncio.create_task(stage.watch_aof())
+    try:
+        if not await stage.logged(plan.at):
+            return
+        stage.data_lost = True
+        stage.struck()
+        await asyncio.to_thread(stage.broker.kill)
+    finally:
+        watching.cancel()
+    _cut(stage, plan.dice("cut"))
+    await asyncio.sleep(plan.hold_s)
+    await asyncio.to_thread(stage.broker.restart)
+    await stage.write_run()
+
+
+def _cut(stage: Stage, dice: random.Random) -> None:
+    path = stage.aof_path()
+    assert path is not None
+    since = time.monotonic() - dice.uniform(0.1, 1.0)
+    size = path.stat().st_size
+    kept = max((length for at, length in stage.aof_sizes if at <= since), default=size)
+    os.truncate(path, min(size, kept + dice.randrange(0, 200)))
+
+
+async def broker_frozen(stage: Stage, plan: Plan) -> None:
+    if await stage.logged(plan.at) and stage.broker.pid is not None:
+        stage.struck()
+        os.kill(stage.broker.pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(plan.hold_s)
+        finally:
+            os.kill(stage.broker.pid, signal.SIGCONT)
+
+
+async def connections_killed(stage: Stage, plan: Plan) -> None:
+    """CLIENT KILL of everybody, a few times."""
+    dice = plan.dice("connections")
+    if not await stage.logged(plan.at):
+        return
+    stage.struck()
+    async with stage.control() as control:
+        for _ in range(dice.randrange(1, 6)):
+            await control.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            await asyncio.sleep(dice.uniform(0, 0.4))
+
+
+def _network(mode: str) -> Fault:
+    async def strike(stage: Stage, plan: Plan) -> None:
+        dice = plan.dice(f"net-{mode}")
+        if not await stage.logged(plan.at):
+            return
+        names = sorted(stage.proxies)
+        hit = names if dice.random() < 0.4 else [names[plan.victim % len(names)]]
+        held = {group for name in hit if name in stage.workers for group in stage.workers[name].held}
+        stage.struck(held)
+        for name in hit:
+            stage.proxies[name].misbehave(mode)
+        await asyncio.sleep(dice.choice([0.3, 1.0, 2.5]) + (plan.hold_s if mode != "slow" else 2))
+        for name in hit:
+            stage.proxies[name].heal()
+
+    return strike
+
+
+async def memory_full(stage: Stage, plan: Plan) -> None:
+    """`maxmemory` below what is used, for a while."""
+    if not await stage.logged(plan.at):
+        return
+    stage.struck()
+    async with stage.control() as control:
+        used = (await control.info("memory"))["used_memory"]
+        await control.config_set("maxmemory", int(used * plan.dice("memory").uniform(0.6, 1.02)))
+        await asyncio.sleep(0.5 + plan.hold_s)
+        await control.config_set("maxmemory", 0)
+
+
+async def trainer_killed(stage: Stage, plan: Plan) -> None:
+    """It dies at its kill point, after receiving or after logging a group, and comes back under its name."""
+    trainer = stage.trainer
+    assert trainer is not None
+    stage.trainer_crashed = True
+    await stage.progress.until(lambda: trainer.gone or stage.progress.over)
+    if not stage.progress.over:
+        stage.struck()
+        await asyncio.sleep(min(plan.hold_s, 2.0))
+        await stage.start_trainer()
+
+
+async def trainer_left(stage: Stage, plan: Plan) -> None:
+    """It dies and never comes back."""
+    trainer = stage.trainer
+    assert trainer is not None
+    await stage.progress.until(lambda: trainer.gone or stage.progress.over)
+    stage.trainer_gone = not stage.progress.over
+
+
+async def scaled(stage: Stage, plan: Plan) -> None:
+    """One more instance, and one that is drained, in the middle of a batch."""
+    if not await stage.logged(plan.at):
+        return
+    victim = _victim(stage, plan)
+    shard = victim.name.split("/")[0]
+    await stage.add_worker(f"{shard}/9")
+    await stage.write_run()
+    await stage.progress.until(lambda: victim.up or victim.gone)
+    stage.struck(victim.held)
+    victim.signal(signal.SIGTERM)
+    await stage.progress.until(lambda: victim.gone or stage.progress.over)
+
+
+async def mixed(stage: Stage, plan: Plan) -> None:
+    """Several faults at once or one after the other."""
+    dice = plan.dice("mixed")
+    kinds = dice.sample(_MIXABLE, dice.choice([1, 2, 2, 3]))
+    groups = max(1, plan.batches[0].groups // 2)
+    plans = [
+        replace(plan, at=dice.randrange(0, groups), victim=dice.randrange(64), hold_s=dice.choice([0.2, 0.6, 2.0]))
+        for _ in kinds
+    ]
+    strikes = [FAULTS[kind](stage, at) for kind, at in zip(kinds, plans, strict=True)]
+    strikes.append(worker_killed(stage, plan))
+    if kill_orders(plan)[1] is not None:
+        strikes.append(trainer_killed(stage, plan))
+    for outcome in await asyncio.gather(*strikes, return_exceptions=True):
+        # The driver's own connection may be cut with the others; all else is a mistake of the driver.
+        if isinstance(outcome, BaseException) and not isinstance(outcome, (OSError, redis.exceptions.RedisError)):
+            raise outcome
+    async with stage.control() as control:
+        await control.config_set("maxmemory", 0)
+
+
+FAULTS: dict[str, Fault] = {
+    **{f"kill-{point}": worker_killed for point in KILL_POINTS},
+    "worker-paused": worker_paused,
+    "broker-restart": broker_restarted,
+    "broker-cut": broker_cut,
+    "broker-frozen": broker_frozen,
+    "client-kill": connections_killed,
+    "net-silent": _network("silent"),
+    "net-reset": _network("reset"),
+    "net-slow": _network("slow"),
+    "maxmemory": memory_full,
+    "trainer-killed": trainer_killed,
+    "trainer-gone": trainer_left,
+    "scale": scaled,
+    "mixed": mixed,
+}
+_MIXABLE = [
+    "worker-paused",
+    "broker-restart",
+    "client-kill",
+    "net-silent",
+    "net-reset",
+    "net-slow",
+    "maxmemory",
+    "scale",
+]
+
+
+def kill_orders(plan: Plan) -> tuple[dict[str, Any], Any]:
+    """Kill points that processes carry from their start: per worker label, and the trainer's."""
+    dice = plan.dice("orders")
+    workers: dict[str, Any] = {}
+    trainer = None
+    labels = sorted(plan.labels)
+    if plan.fault.startswith("kill-"):
+        workers[labels[plan.victim % len(labels)]] = [plan.fault.removeprefix("kill-"), plan.kill_count]
+    if plan.fault in ("trainer-killed", "trainer-gone"):
+        trainer = [dice.choice(["received", "logged"]), plan.at + 1]
+    if plan.fault == "mixed":
+        workers[labels[dice.randrange(len(labels))]] = [dice.choice(KILL_POINTS), plan.kill_count]
+        trainer = [dice.choice(["received", "logged"]), plan.at + 1] if dice.random() < 0.4 else None
+    return workers, trainer

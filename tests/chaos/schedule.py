@@ -1,0 +1,138 @@
+"""One schedule from its plan to its outcome: stage, fault, end, verdict. Nothing it started outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.chaos.faults import FAULTS, kill_orders
+from tests.chaos.journal import read_journal
+from tests.chaos.plan import ABANDON_S, HARD_LIMIT_S, LEASE_S, Plan
+from tests.chaos.stage import Stage
+from tests.chaos.verdict import Evidence, violations
+
+
+@dataclass
+class Outcome:
+    """What came of a schedule. `struck` is False when the batch was over before the fault could strike."""
+
+    plan: Plan
+    violations: list[str]
+    recoveries: list[float]
+    seconds: float
+    failures: int = 0
+    account: str = field(default="", repr=False)
+
+    @property
+    def struck(self) -> bool:
+        return bool(self.recoveries)
+
+
+async def run_schedule(plan: Plan) -> Outcome:
+    """Play `plan`; raises nothing that a fault can cause."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
+        stage = Stage(plan, Path(folder))
+        found: list[str] = []
+        try:
+            async with asyncio.timeout(HARD_LIMIT_S):
+                found = await _play(stage)
+        except TimeoutError:
+            found.append(f"not over after {HARD_LIMIT_S:g} s; {await _waiting(stage)}")
+        account = stage.last_words() if found else ""
+        await stage.stop()
+        found += await asyncio.to_thread(_left_processes)
+        failures = sum(line["kind"] == "failure" for line in read_journal(stage.journal_path))
+    return Outcome(plan, found, stage.recoveries, time.monotonic() - began, failures, account)
+
+
+async def _play(stage: Stage) -> list[str]:
+    workers, trainer = kill_orders(stage.plan)
+    await stage.start(workers, trainer)
+    fault = asyncio.create_task(FAULTS[stage.plan.fault](stage, stage.plan))
+    end = asyncio.create_task(_abandoned(stage, fault) if stage.plan.fault == "trainer-gone" else stage.finished())
+    try:
+        done, _ = await asyncio.wait({fault, end}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        # A fault that still waits for its moment when all is over never strikes; one under way mends what it broke.
+        await asyncio.wait({fault, end}, return_when=asyncio.ALL_COMPLETED)
+        fault.result()
+    finally:
+        fault.cancel()
+        end.cancel()
+        await asyncio.gather(fault, end, return_exceptions=True)
+    return await _judge(stage)
+
+
+async def _abandoned(stage: Stage, fault: asyncio.Task[None]) -> None:
+    """A trainer that is gone: its groups are dropped within a bound, and no worker goes on with them."""
+    await fault
+    if not stage.trainer_gone:
+        return
+    began = time.monotonic()
+    async with stage.control() as control:
+        while any([await control.xlen(stage.keys.groups(shard.name)) for shard in stage.plan.shards]):
+            await asyncio.sleep(0.05)
+            if time.monotonic() - began > ABANDON_S + 4 * LEASE_S + 5:
+                stage.complaints.append(
+                    "groups of a trainer that is gone are still on their streams, long after abandon_after_s"
+                )
+                break
+    await stage.progress.until(lambda: not any(worker.held for worker in stage.workers.values()))
+    stage.recoveries.append(time.monotonic() - began)
+
+
+async def _judge(stage: Stage) -> list[str]:
+    assert stage.trainer is not None
+    found = [f"the trainer ended with {error}" for error in stage.progress.errors]
+    if not await stage.trainer.wait(20):
+        found.append("the trainer did not end within 20 s of its last batch")
+    elif stage.trainer.code not in (0, -9):
+        found.append(f"the trainer ended with status {stage.trainer.code}")
+    await stage.end_workers()
+    async with stage.control() as control:
+        evidence = await _evidence(stage, control)
+    return [*found, *stage.complaints, *violations(evidence)]
+
+
+async def _evidence(stage: Stage, control: Any) -> Evidence:
+    raw: list[Any] = await control.xrange(stage.keys.events)
+    events = [{name.decode(): value.decode() for name, value in fields.items()} for _, fields in raw]
+    keys: dict[str, tuple[str, int, int]] = {}
+    for key in await control.keys("*"):
+        kind: str = (await control.type(key)).decode()
+        length = await control.xlen(key) if kind == "stream" else -1
+        keys[key.decode()] = (kind, await control.pttl(key), length)
+    journal = read_journal(stage.journal_path)
+    return Evidence(stage.plan, journal, events, keys, stage.trainer_crashed, stage.trainer_gone, stage.data_lost)
+
+
+async def _waiting(stage: Stage) -> str:
+    """What the broker says of the groups that are still out; the product's own words stand in the trainer's log."""
+    with contextlib.suppress(Exception):
+        async with stage.control() as control:
+            words: list[str] = []
+            for key in await control.keys("*batch:*"):
+                fields: dict[bytes, bytes] = await control.hgetall(key)
+                out = [
+                    f"{name.decode()}={value.decode()}"
+                    for name, value in fields.items()
+                    if name[:2] == b"g:" and not value.startswith((b"done", b"handed", b"failed"))
+                ]
+                words.append(f"{key.decode()} state {fields.get(b'state', b'?').decode()} still out: {out[:6]}")
+            return "; ".join(words) or "no batch is on the broker"
+    return "the broker does not answer"
+
+
+def _left_processes() -> list[str]:
+    left = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    _, alive = psutil.wait_procs(left, timeout=5)
+    return [f"process {child.pid} was left behind: {' '.join(child.cmdline())[:200]}" for child in alive]

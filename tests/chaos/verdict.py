@@ -1,0 +1,151 @@
+"""Whether a schedule kept the design's promises: pure functions over what was logged and what the broker held at last.
+
+The broker's `events` stream is the second witness: a row that was accepted twice and dropped is in no journal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.chaos.plan import BatchPlan, Plan
+
+Line = dict[str, Any]
+# A row's result that came from somewhere else says more than its key.
+IDENTITY = ("label", "attempt", "call")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """`events`: fields of the broker's record, in order. `keys`: what is left, with type, TTL in ms and length."""
+
+    plan: Plan
+    journal: Sequence[Line]
+    events: Sequence[Mapping[str, str]]
+    keys: Mapping[str, tuple[str, int, int]]
+    trainer_crashed: bool
+    trainer_gone: bool
+    data_lost: bool
+
+
+def violations(evidence: Evidence) -> list[str]:
+    """Everything that is wrong, in words; empty when all promises were kept."""
+    found = [*_groups(evidence), *_keys(evidence)]
+    if not evidence.trainer_gone:
+        found += _batches(evidence)
+    if not evidence.data_lost:
+        found += _events(evidence)
+    return found
+
+
+def _batches(evidence: Evidence) -> Iterator[str]:
+    for number, batch in enumerate(evidence.plan.batches):
+        closed = [line for line in evidence.journal if line["kind"] == "closed" and line["number"] == number]
+        if len(closed) != 1:
+            yield f"batch {number} was closed {len(closed)} times"
+            continue
+        yield from _complete(evidence, number, batch, closed[0])
+
+
+def _complete(evidence: Evidence, number: int, batch: BatchPlan, closed: Line) -> Iterator[str]:
+    mine = [
+        line for line in _outcomes(evidence) if line["number"] == number and line["id"].split(":")[0] == closed["batch"]
+    ]
+    times = Counter(line["index"] for line in mine)
+    missing = [group for group in range(batch.groups) if not times[group]]
+    if missing:
+        yield f"batch {closed['batch']}: groups {missing} were never handed over"
+    doubled = [group for group, count in times.items() if count > 1]
+    if doubled and not evidence.trainer_crashed:
+        yield f"batch {closed['batch']}: groups {doubled} were handed over more than once"
+    counts = closed["counts"]
+    if (
+        counts["cancelled"]
+        or counts["published"] != counts["completed"] + counts["failed"]
+        or counts["published"] != batch.groups
+    ):
+        yield f"batch {closed['batch']}: the books say {counts}"
+
+
+def _outcomes(evidence: Evidence) -> list[Line]:
+    return [line for line in evidence.journal if line["kind"] in ("group", "failure")]
+
+
+def _groups(evidence: Evidence) -> Iterator[str]:
+    first: dict[str, Line] = {}
+    for line in _outcomes(evidence):
+        batch = evidence.plan.batches[int(line["number"])]
+        rows = batch.rows[line["index"] * batch.size : (line["index"] + 1) * batch.size]
+        if line["kind"] == "failure":
+            # On a busy machine a trainer may come back too late; then it is told so, and that is what was promised.
+            late = evidence.trainer_crashed and "AbandonedError" in line["why"]
+            if rows[0]["trouble"] != "always" and not evidence.data_lost and not late:
+                yield f"group {line['id']} failed without a reason of its own: {line['why']}"
+            continue
+        yield from _results(evidence, line, rows)
+        before = first.setdefault(line["id"], line)
+        if before["results"] != line["results"] and not evidence.data_lost:
+            yield f"group {line['id']} came twice with different results"
+
+
+def _results(evidence: Evidence, line: Line, rows: Sequence[Line]) -> Iterator[str]:
+    first = line["index"] * len(rows)
+    shard = evidence.plan.shard(rows[0]["agent_ref"]["name"])
+    if rows[0]["trouble"] == "always":
+        yield f"group {line['id']} has results although every attempt fails"
+    for at, (row, result, origin) in enumerate(zip(rows, line["results"], line["origins"], strict=True)):
+        if (result["row"], result["key"]) != (first + at, row["key"]):
+            yield f"group {line['id']} row {first + at} holds the result of row {result['row']} ({result['key']})"
+        if [result["label"], result["attempt"]] != list(origin):
+            yield f"group {line['id']} row {first + at} came from {result}, and is said to be of {origin}"
+    if shard.commit == "group" and len({tuple(result[name] for name in IDENTITY) for result in line["results"]}) != 1:
+        yield f"group {line['id']} mixes attempts: {line['results']}"
+
+
+def _events(evidence: Evidence) -> Iterator[str]:
+    """No row is accepted twice, no group ends twice or is published twice, by the broker's own account."""
+    accepted: Counter[tuple[str, str]] = Counter()
+    ends: Counter[str] = Counter()
+    published: Counter[str] = Counter()
+    for event in evidence.events:
+        group = f"{event['batch']}:{event['group']}"
+        if event["kind"] in ("accepted", "finished"):
+            accepted.update((group, at) for at in _positions(event["detail"], evidence))
+        if event["kind"] in ("finished", "dead"):
+            ends[group] += 1
+        if event["kind"] == "published":
+            published[group] += 1
+    for name, counter in (("accepted", accepted), ("ended", ends), ("published", published)):
+        twice = sorted(str(what) for what, count in counter.items() if count > 1)
+        if twice:
+            yield f"{name} more than once: {', '.join(twice[:5])}"
+
+
+def _positions(detail: str, evidence: Evidence) -> list[str]:
+    if detail != "all":
+        return [at for at in detail.split(",") if at]
+    return (
+        [str(at) for at in range(max(batch.size for batch in evidence.plan.batches))]
+        if len(evidence.plan.batches) == 1
+        else ["all"]
+    )
+
+
+def _keys(evidence: Evidence) -> Iterator[str]:
+    """After the end only the run's own two hashes, the capped records, and empty queues that expire by themselves."""
+    for key, (kind, ttl_ms, length) in evidence.keys.items():
+        name = key.split(":", 2)[2]
+        if name in ("routes", "shards", "events", "dead"):
+            continue
+        if name.startswith("groups:") and ttl_ms > 0 and length == 0:
+            continue
+        # What a crash or lost data left behind may not be removed by anybody, but it must end.
+        if ttl_ms > 0 and (
+            evidence.trainer_gone
+            or evidence.data_lost
+            or (evidence.trainer_crashed and name.startswith(("batch:", "accepted:")))
+        ):
+            continue
+        yield f"key {key} was left behind ({kind}, {length} entries, TTL {ttl_ms} ms)"

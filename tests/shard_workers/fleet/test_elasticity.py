@@ -1,0 +1,166 @@
+"""Changing a running fleet: scale and drain in the middle of a batch, over the broker too, and an end that names who
+would not go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from rolloutbus.broker.embedded import EmbeddedBroker
+from rolloutbus.broker.errors import ConfigError, FleetError
+from rolloutbus.broker.fleet_transitions import request_drain, request_scale
+from rolloutbus.broker.settings import BrokerSettings
+from rolloutbus.shard_workers import ShardFleet
+from rolloutbus.trainer import RolloutClient
+
+from tests.shard_workers.fleet.fleets import (
+    BROKER,
+    Redis,
+    StartFleet,
+    connected,
+    fleet_config,
+    open_batch,
+    ray,
+    rows_for,
+    shard,
+)
+from tests.shard_workers.fleet.stacks import events
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+def runs(folder: Path) -> Counter[str]:
+    """How often each group was run to its end, whatever the attempt."""
+    return Counter(detail.rsplit(":", 1)[0] for _, _, detail in events(folder, "ran"))
+
+
+async def test_scaling_up_and_down_in_a_batch_costs_no_row_and_repeats_none(
+    valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet
+) -> None:
+    fleet = start_fleet(fleet_config(valkey.url, tmp_path, [shard("math", row_s=0.05)], workers={"slots": 2}))
+    first = fleet.status()[0].pid
+    async with open_batch(fleet, 200) as batch:
+        groups = aiter(batch)
+        got = [await anext(groups)]
+
+        await asyncio.to_thread(fleet.scale, "math", 3)
+        assert fleet.labels == {"math": ["math", "math/1", "math/2"]}
+        assert fleet.status()[0].pid == first, "the label that was there goes on in the same process"
+        assert [s.ports for s in fleet.status()] == [(20000, 20050), (20050, 20100), (20100, 20150)]
+        seen: set[str] = set()
+        while len(seen) < 3:
+            got.append(await anext(groups))
+            seen |= {label for label, _ in got[-1].origins}
+
+        await asyncio.to_thread(fleet.scale, "math", 1)
+        assert fleet.labels == {"math": ["math"]}
+        got += [group async for group in groups]
+    assert sorted(group.group_index for group in got) == list(range(200))
+    assert batch.counts.failed == 0
+    assert set(runs(tmp_path).values()) == {1}, "what was finished was not run again"
+    assert len(runs(tmp_path)) == 200
+
+
+async def test_others_ask_for_scale_and_drain_over_the_broker(
+    valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet, broker: Redis
+) -> None:
+    fleet = start_fleet(fleet_config(valkey.url, tmp_path, [shard("math", row_s=0.05)], workers={"slots": 2}))
+    async with open_batch(fleet, 60) as batch:
+        await asyncio.to_thread(request_scale, fleet.broker, fleet.run, "math", 2, timeout_s=60)
+        assert fleet.labels == {"math": ["math", "math/1"]}
+        await asyncio.to_thread(request_drain, fleet.broker, fleet.run, "math", timeout_s=60)
+        assert fleet.labels == {"math": ["math/1"]}
+        assert len([group async for group in batch]) == 60
+    assert set(runs(tmp_path).values()) == {1}
+    assert broker.exists(f"rolloutbus:{{{fleet.run}}}:fleet:requests") == 0, "answers that were read are gone"
+
+    with pytest.raises(FleetError, match=r"drain math/1: math/1 is the last instance of shard math; scale it up first"):
+        await asyncio.to_thread(request_drain, fleet.broker, fleet.run, "math/1")
+    with pytest.raises(FleetError, match=r"drain nobody: there is no instance 'nobody'; there are math/1"):
+        await asyncio.to_thread(request_drain, fleet.broker, fleet.run, "nobody")
+    with pytest.raises(FleetError, match=r"scale chess: there is no shard 'chess'.*'math'"):
+        await asyncio.to_thread(request_scale, fleet.broker, fleet.run, "chess", 2)
+
+
+def test_groups_that_outlast_a_drain_are_handed_back_without_a_failure(
+    valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet
+) -> None:
+    config = fleet_config(
+        valkey.url, tmp_path, [shard("math", replicas=2, row_s=0.5)], workers={"slots": 2, "drain_timeout_s": 0.1}
+    )
+    fleet = start_fleet(config)
+    results: list[object] = []
+    rows = rows_for(["math"], 6)
+    batch = threading.Thread(
+        target=lambda: results.extend(RolloutClient.run_sync(valkey.url, rows, 4, run=fleet.run, settings=BROKER))
+    )
+    batch.start()
+    with connected(valkey.url) as client:
+        stream = f"rolloutbus:{{{fleet.run}}}:events"
+        while not any(
+            fields["kind"] == "taken" and fields["instance"] == "math/1" for _, fields in client.xrange(stream)
+        ):
+            assert batch.is_alive()
+        fleet.drain("math/1")
+        batch.join()
+        kinds = Counter(fields["kind"] for _, fields in client.xrange(stream))
+    assert len(results) == 24
+    assert kinds["released"] > 0
+    assert not kinds["lost"] + kinds["retry"] + kinds["failed"]
+
+
+def test_scaling_is_refused_where_ports_or_bundles_are_missing_and_changes_nothing(
+    valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet
+) -> None:
+    narrow = shard("narrow", port_range_low=23000, port_range_high=23060)
+    big = shard("big", actor_cpus=1.5)
+    config = fleet_config(valkey.url, tmp_path, [narrow, big], fleet={"placement_timeout_s": 1})
+    fleet = start_fleet(config)
+    before = fleet.status()
+    with pytest.raises(
+        ConfigError, match=r"shard 'narrow' has ports for 1 replicas \(23000 to 23059.*widen its port range"
+    ):
+        fleet.scale("narrow", 2)
+    with pytest.raises(FleetError, match=r"1 bundles \(1 of 1.5 CPU each\) could not be placed"):
+        fleet.scale("big", 2)
+    with pytest.raises(ConfigError, match="shard 'big' cannot have 0 replicas"):
+        fleet.scale("big", 0)
+    assert fleet.status() == before
+
+
+def test_a_place_that_was_left_is_used_again(valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet) -> None:
+    fleet = start_fleet(fleet_config(valkey.url, tmp_path, [shard("math", replicas=2, actor_cpus=0.9)]))
+    fleet.scale("math", 1)
+    fleet.scale("math", 2)
+    assert fleet.labels == {"math": ["math/0", "math/1"]}
+    assert len(RolloutClient.run_sync(valkey.url, rows_for(["math"], 4), 4, run=fleet.run)) == 16
+
+
+def test_an_instance_that_hangs_in_its_end_is_named_and_the_others_stop(
+    valkey: EmbeddedBroker, tmp_path: Path, broker: Redis
+) -> None:
+    config = fleet_config(
+        valkey.url,
+        tmp_path,
+        [shard("good", replicas=2), shard("stuck", hang_in_stop=True)],
+        fleet={"stop_timeout_s": 2},
+    )
+    fleet = ShardFleet.start(config)
+    pids = {status.label: status.pid for status in fleet.status()}
+    with pytest.raises(
+        FleetError, match=r"1 instances .* would not stop and were killed: .*instance stuck\) did not finish stop"
+    ):
+        fleet.shutdown()
+    assert {pid for _, pid, _ in events(tmp_path, "stopping")} == set(pids.values())
+    assert ray.cluster_resources()["CPU"] == 2.0
+    assert [*broker.scan_iter(match=f"rolloutbus:{{{fleet.run}}}:*")] == []
+    fleet.shutdown()
+
+
+def test_asking_a_run_without_a_fleet_is_refused_at_once(valkey: EmbeddedBroker) -> None:
+    with pytest.raises(FleetError, match="no fleet runs for run 'nobody-here'"):
+        request_scale(BrokerSettings(url=valkey.url), "nobody-here", "math", 2)

@@ -1,0 +1,45 @@
+"""The quickstart's fleet, in a process of its own that starts Ray itself and ends it again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from rolloutbus.broker.embedded import EmbeddedBroker
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = """
+import json, sys
+import psutil, ray
+from omegaconf import OmegaConf
+from rolloutbus.shard_workers import ShardFleet
+from rolloutbus.trainer import RolloutClient
+
+url = sys.argv[1]
+config = OmegaConf.load("examples/quickstart.yaml")
+config.rolloutbus.update({"broker": {"url": url}, "run": "quickstart"})
+with open("examples/rows.jsonl") as lines:
+    rows = [dict(json.loads(line)) for line in lines for _ in range(4)]
+with ShardFleet.start(config) as fleet:
+    print(json.dumps(dict(fleet.route_map)))
+    results = RolloutClient.run_sync(url, rows, 4, run="quickstart")
+print(len(rows), sum("reward" in result for result in results), ray.is_initialized())
+print([p.name() for p in psutil.Process().children(recursive=True)])
+"""
+
+
+def test_the_quickstart_runs_with_a_ray_of_its_own(valkey: EmbeddedBroker, ray_folder: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM, valkey.url],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "RAY_TMPDIR": ray_folder, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    routes, counts, children = done.stdout.splitlines()
+    assert routes == '{"sort_words": "words", "brevity": "words", "arithmetic": "math"}'
+    assert counts == "256 256 False"
+    assert children == "[]"

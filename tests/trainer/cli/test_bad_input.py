@@ -1,0 +1,146 @@
+"""A user's mistakes: one message that says what, where and what to do, exit code 2, no stack, and nothing started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .conftest import call
+
+GOOD_ROW = '{"responses_create_params": {"input": "1+1?"}, "agent_ref": {"name": "arithmetic"}}'
+GOOD_CONFIG = """\
+rolloutbus:
+  environment: functions
+env:
+  nemo_gym:
+    policy: offline
+    arithmetic: {function: "json:loads"}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    monkeypatch.chdir(tmp_path)
+    Path("good.yaml").write_text(GOOD_CONFIG)
+    Path("rows.jsonl").write_text(GOOD_ROW + "\n")
+
+
+def run_says(*words: str, config: str = "good.yaml", rows: str = "rows.jsonl", out: str = "o.jsonl") -> str:
+    """The message of a `run` that must end with the user's mistake, as one line."""
+    said = call("run", "-c", config, "-r", rows, "-n", "2", "-o", out, *words, code=2)
+    assert "Traceback" not in said.err
+    assert "starting" not in said.err
+    return said.said
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("rolloutbus:\n  brokr: {}\nenv: {nemo_gym: {}}\n", "rolloutbus.brokr is not a known key"),
+        ("rolloutbus:\n  workers: {slotz: 3}\nenv: {nemo_gym: {}}\n", "rolloutbus.workers.slotz is not a known key"),
+        ("rolloutbus: {environment: functions}\n", "`env.nemo_gym` is missing"),
+        ("a: 1\nb: [1\nc: 2\n", "broken.yaml, line 3 is no valid YAML"),
+        ("- 1\n- 2\n", "holds a list"),
+    ],
+)
+def test_broken_config_is_named_with_its_place(text: str, expected: str) -> None:
+    Path("broken.yaml").write_text(text)
+    assert expected in run_says(config="broken.yaml")
+
+
+def test_missing_config_is_named() -> None:
+    assert "there is no config file missing.yaml" in run_says(config="missing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("slots", "'slots' is not KEY=VALUE"),
+        ("=3", "'=3' is not KEY=VALUE"),
+        ("rolloutbus.workers.slots=[1", "no valid YAML"),
+        ("rolloutbus.workers.slots=many", "rolloutbus.workers.slots"),
+        ("rolloutbus.nothing=1", "rolloutbus.nothing is not a known key"),
+        ("rolloutbus.environment.deep=1", "rolloutbus.environment"),
+    ],
+)
+def test_bad_override_is_named(override: str, expected: str) -> None:
+    assert expected in run_says(override)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{GOOD_ROW}\n\n{{broken\n", "rows.jsonl line 3 is no valid JSON"),
+        (f"{GOOD_ROW}\n[1]\n", "rows.jsonl line 2 holds a list"),
+        ("", "the batch is empty"),
+        ('{"agent_ref": {"name": "a"}}\n', "row 0 lacks responses_create_params"),
+        ('{"responses_create_params": 1, "agent_ref": {"name": "a"}}\n', "must be a dict"),
+    ],
+)
+def test_broken_rows_are_named_with_their_line(text: str, expected: str) -> None:
+    Path("rows.jsonl").write_text(text)
+    assert expected in run_says()
+
+
+def test_rows_that_are_no_text_are_named() -> None:
+    Path("rows.jsonl").write_bytes(GOOD_ROW.encode() + b"\n\xff\xfe\n")
+    assert "rows.jsonl is no UTF-8 text" in run_says()
+
+
+def test_expanded_rows_must_fill_their_groups() -> None:
+    assert "1 rows are no multiple of num_generations=2" in run_says("--expanded")
+
+
+def test_missing_rows_and_places_for_results_are_named(tmp_path: Path) -> None:
+    assert "there is no rows file nothing.jsonl" in run_says(rows="nothing.jsonl")
+    assert "is a folder" in run_says(out=str(tmp_path))
+    assert "there is no folder" in run_says(out="nowhere/o.jsonl")
+    assert not Path("o.jsonl").exists()
+
+
+def test_rows_from_standard_input_are_named_as_such() -> None:
+    said = call("run", "-c", "good.yaml", "-r", "-", "-n", "2", "-o", "o.jsonl", code=2, stdin="{\n")
+    assert "standard input line 1 is no valid JSON" in said.said
+
+
+def test_unknown_choice_is_named() -> None:
+    assert "say yield or raise" in run_says("--on-failure", "ignore")
+
+
+def test_check_names_a_function_that_is_none() -> None:
+    said = call("check", "-c", "good.yaml", code=2).said
+    assert "arithmetic.function" in said
+    assert "no async function" in said
+
+
+def test_check_names_rows_that_nobody_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    rows = '{"responses_create_params": {}, "agent_ref": {"name": "arithmetik"}}\n'
+    said = call("check", "-c", "examples/quickstart.yaml", "--rows", "-", stdin=rows, code=2)
+    assert "did you mean 'arithmetic'?" in said.said
+
+
+def test_check_takes_entries_for_what_only_running_stacks_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    entries = tmp_path / "entries.json"
+    entries.write_text(json.dumps({"words": {"w": ["responses_api_agents"]}, "math": {"m": ["resources_servers"]}}))
+    common = ("check", "-c", "examples/quickstart.yaml", "rolloutbus.environment=nemo_gym")
+    plan = call(*common, "--entries", str(entries), "--json").json
+    assert {shard["shard"]: shard["routes"] for shard in plan["shards"]} == {"words": ["w"], "math": ["m"]}
+    assert [shard["routes"] for shard in call(*common, "--json").json["shards"]] == [None, None]
+    entries.write_text("{words: {}}")
+    assert "says nothing of shard 'math'" in call(*common, "--entries", str(entries), code=2).said
+
+
+def test_the_quickstart_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    shown = call("check", "-c", "examples/quickstart.yaml", "--rows", "examples/rows.jsonl").out
+    assert "every one of 64 rows" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_unknown_persistence_and_role_are_named() -> None:
+    assert "--persistence 'sometimes' is not known" in call("broker", "--persistence", "sometimes", code=2).said
+    assert "--role 'king' is not known" in call("acl", "--role", "king", code=2).said

@@ -1,0 +1,74 @@
+"""Overrides, the order in which a broker is named, and rows that are expanded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from rolloutbus.trainer.cli.config import configured_url, load_config, with_target
+from rolloutbus.trainer.cli.rows import read_rows
+
+CONFIG = """\
+rolloutbus:
+  broker: {url: "redis://from-config:1/0"}
+env:
+  nemo_gym:
+    name: ${oc.env:SOMEBODY,nobody}
+    shards: [{name: a, replicas: 1}, {name: b}]
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("rolloutbus.workers.slots=8", "rolloutbus.workers.slots", 8),
+        ("+rolloutbus.workers.slots=8", "rolloutbus.workers.slots", 8),
+        ("env.nemo_gym.shards[0].replicas=3", "env.nemo_gym.shards[0].replicas", 3),
+        ("env.nemo_gym.new={a: [1, 2]}", "env.nemo_gym.new.a", [1, 2]),
+        ("env.nemo_gym.text=a=b", "env.nemo_gym.text", "a=b"),
+        ("env.nemo_gym.copy=${env.nemo_gym.name}", "env.nemo_gym.copy", "nobody"),
+        ("~rolloutbus.broker.url", "rolloutbus.broker.url", None),
+    ],
+)
+def test_overrides_are_read_as_hydra_reads_them(path: Path, override: str, key: str, value: object) -> None:
+    assert OmegaConf.select(load_config(path, [override]), key) == value
+
+
+def test_the_config_keeps_its_folder(path: Path) -> None:
+    assert load_config(path, None)["config_dir"] == str(path.parent)
+
+
+def test_option_then_environment_then_config_names_the_broker(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = load_config(path, None)
+    assert configured_url(root, None) == "redis://from-config:1/0"
+    monkeypatch.setenv("REDIS_URL", "redis://from-environment:1/0")
+    assert configured_url(root, None) == "redis://from-environment:1/0"
+    assert configured_url(root, "redis://given:1/0") == "redis://given:1/0"
+    monkeypatch.delenv("REDIS_URL")
+    assert configured_url(load_config(path, ["~rolloutbus.broker.url"]), None) is None
+
+
+def test_the_commands_broker_and_run_go_into_a_copy(path: Path) -> None:
+    root = load_config(path, None)
+    aimed = with_target(root, "redis://other:1/0", "exp2")
+    assert OmegaConf.select(aimed, "rolloutbus.broker.url") == "redis://other:1/0"
+    assert OmegaConf.select(aimed, "rolloutbus.run") == "exp2"
+    assert OmegaConf.select(root, "rolloutbus.run") is None
+
+
+def test_prompts_are_expanded_to_rows_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\ufeff{"a": 1}\n\n{"a": 2}\n', encoding="utf-8")
+    rows = read_rows(str(path), 2, expanded=False)
+    assert [row["a"] for row in rows] == [1, 1, 2, 2]
+    rows[0]["_rowidx"] = 0
+    assert "_rowidx" not in rows[1]
+    assert [row["a"] for row in read_rows(str(path), 2, expanded=True)] == [1, 2]

@@ -1,0 +1,60 @@
+"""`dead`: whole groups, listed, shown, run again, dropped."""
+
+from __future__ import annotations
+
+import json
+
+from .conftest import ROUTE, SHARD, Stage, call, rows_of, take
+
+
+def bury(stage: Stage, *deeds: str) -> list[str]:
+    """Run a batch whose groups do these deeds to its end; the ids of the dead letters."""
+    batch = stage.batch(rows_of(*deeds))
+    take(batch, len(deeds))
+    return [letter["id"] for letter in call("dead", "list", "--json").json["dead_letters"]]
+
+
+def test_list_names_group_route_and_failure(stage: Stage) -> None:
+    stage.instance()
+    assert "no dead letters" in call("dead", "list").out
+    bury(stage, "ok", "fail")
+    (letter,) = call("dead", "list", "--json").json["dead_letters"]
+    assert (letter["group"], letter["route"], letter["rows"], letter["first_row"]) == (1, ROUTE, 2, 2)
+    assert letter["failure"]["type"] == "ValueError"
+    shown = call("dead", "list").out
+    assert letter["id"] in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_show_prints_the_traceback_and_the_rows_as_published(stage: Stage) -> None:
+    stage.instance()
+    (letter,) = bury(stage, "fail")
+    shown = call("dead", "show", letter, "--rows").out
+    assert "ValueError: no number in [the] answer" in shown
+    rows = [json.loads(line) for line in shown.splitlines() if line.startswith("{")]
+    assert [(row["_rowidx"], row["do"]) for row in rows] == [(0, "fail"), (1, "fail")]
+
+
+def test_replay_runs_the_group_again_and_prints_what_comes_back(stage: Stage) -> None:
+    instance = stage.instance()
+    (letter,) = bury(stage, "fail")
+    assert call("dead", "replay", letter, code=1).out.count('"failure"') == 2
+    instance.environment.mended = True
+    lines = [json.loads(line) for line in call("dead", "replay", letter, "--drop").out.splitlines()]
+    assert [(line["_rowidx"], line["reward"], line["instance"]) for line in lines] == [(0, 1.0, SHARD), (1, 1.0, SHARD)]
+    left = [found["id"] for found in call("dead", "list", "--json").json["dead_letters"]]
+    assert letter not in left
+    assert len(left) == 1, "the replay that failed left a letter of its own"
+
+
+def test_drop_deletes_the_named_or_all(stage: Stage) -> None:
+    stage.instance()
+    first, *others = bury(stage, "fail", "fail", "fail")
+    assert "1 dead letters dropped" in call("dead", "drop", first).out
+    assert [letter["id"] for letter in call("dead", "list", "--json").json["dead_letters"]] == others
+    assert "2 dead letters dropped" in call("dead", "drop", "--all").out
+
+
+def test_dead_letters_are_named_or_all_but_not_nothing(stage: Stage) -> None:
+    assert "--all" in call("dead", "drop", code=2).said
+    assert "no dead letter '1-1'" in call("dead", "show", "1-1", code=1).said

@@ -1,0 +1,121 @@
+"""`doctor`: what is wrong is found, has a remedy, and gives exit code 1."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from rolloutbus.broker.embedded import EmbeddedBroker
+from rolloutbus.broker.inspection import RunState
+from rolloutbus.broker.settings import BrokerSettings
+from rolloutbus.trainer.cli.diagnosis import (
+    Finding,
+    KeyFact,
+    check_clock,
+    check_keys,
+    check_run,
+    check_server,
+    check_settings,
+)
+
+from .conftest import RUN, SHARD, Stage, call, comes_true, rows_of
+
+SOUND = {
+    "redis_version": "8.0.0", "uptime_in_seconds": "10", "aof_enabled": "1", "maxmemory_policy": "noeviction", "used_memory": "10",
+    "maxmemory": "1000",
+}  # fmt: skip
+CONFIG = {"timeout": "0", "appendfsync": "everysec"}
+SETTINGS = BrokerSettings()
+
+
+def levels(*findings: Finding) -> dict[str, str]:
+    return {finding.check: finding.level for finding in findings}
+
+
+def test_a_sound_server_is_ok_throughout() -> None:
+    assert set(levels(*check_server(SOUND, CONFIG, SETTINGS)).values()) == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("info", "config", "check", "level"),
+    [
+        ({"maxmemory_policy": "allkeys-lru"}, {}, "eviction policy", "wrong"),
+        ({"used_memory": "800"}, {}, "memory headroom", "wrong"),
+        ({"maxmemory": "0"}, {}, "memory headroom", "warning"),
+        ({"aof_enabled": "0"}, {}, "persistence", "warning"),
+        ({"aof_last_write_status": "err"}, {}, "persistence", "wrong"),
+        ({}, {"appendfsync": "no"}, "persistence", "warning"),
+        ({}, {"timeout": "5"}, "idle connections", "warning"),
+        ({"cluster_enabled": "1"}, {}, "cluster", "warning"),
+    ],
+)
+def test_each_fault_of_a_server_has_a_level_and_a_remedy(
+    info: dict[str, str], config: dict[str, str], check: str, level: str
+) -> None:
+    findings = list(check_server({**SOUND, **info}, {**CONFIG, **config}, SETTINGS))
+    assert levels(*findings)[check] == level
+    assert next(finding for finding in findings if finding.check == check).remedy
+
+
+def test_what_may_not_be_read_is_unknown_and_not_wrong() -> None:
+    assert levels(*check_server(SOUND, None, SETTINGS))["idle connections"] == "unknown"
+
+
+@pytest.mark.parametrize("change", [{"renew_every_s": 15.0}, {"command_timeout_s": 30.0}, {"block_s": 40.0}])
+def test_times_that_cost_leases_are_wrong(change: dict[str, float]) -> None:
+    assert check_settings(SETTINGS).level == "ok"
+    assert check_settings(SETTINGS.model_copy(update=change)).level == "wrong"
+
+
+def test_a_clock_that_is_off_is_a_warning() -> None:
+    assert levels(*check_clock(0.2, 0.01, "here", []))["broker's clock"] == "ok"
+    assert levels(*check_clock(-90.0, 0.01, "here", []))["broker's clock"] == "warning"
+    assert levels(*check_clock(0.0, 0.2, "here", []))["answer time"] == "warning"
+
+
+def test_keys_without_tag_or_expiry_are_found() -> None:
+    prefix = "rolloutbus:{exp1}:"
+    sound = [KeyFact(prefix + "events", "stream", -1), KeyFact(prefix + "routes", "hash", 1000)]
+    assert levels(*check_keys(sound, [prefix])) == {"hash tags": "ok"}
+    stray, eternal = KeyFact("rolloutbus:exp1:routes", "hash", 5), KeyFact(prefix + "batch:b", "hash", -1)
+    found = list(check_keys([*sound, stray, eternal], [prefix]))
+    assert levels(*found) == {"hash tags": "wrong", "expiry": "wrong"}
+    assert "rolloutbus:exp1:routes" in found[0].what
+    assert "batch:b" in found[1].what
+
+
+def test_a_run_that_is_over_is_not_stale() -> None:
+    over = RunState(RUN, False, (), (), 0, 12)
+    assert levels(*check_run(over, SETTINGS)) == {f"run {RUN}": "ok"}
+    assert levels(*check_run(dataclasses.replace(over, dead_letters=2), SETTINGS)) == {f"run {RUN}": "warning"}
+
+
+def test_doctor_is_content_with_a_run_at_work(stage: Stage) -> None:
+    stage.instance()
+    batch = stage.batch(rows_of("wait"))
+    comes_true(lambda: stage.status(batch, 0) == "running")
+    findings = call("doctor", "--json").json["findings"]
+    assert not [finding for finding in findings if finding["level"] == "wrong"]
+    assert {"server version", "persistence", "eviction policy", "memory headroom", "timeouts"} <= {f["check"] for f in findings}
+    shown = call("doctor").out
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_doctor_finds_what_was_broken_on_a_real_broker(stage: Stage) -> None:
+    stage.redis.config_set("maxmemory-policy", "allkeys-lru")
+    stage.redis.hset("rolloutbus:nobody:routes", "a", "b")
+    stage.redis.xadd(stage.keys.groups(SHARD), {"kind": "group"})
+    found = {finding["check"]: finding for finding in call("doctor", "--json", code=1).json["findings"]}
+    for check in ("eviction policy", "hash tags", "expiry", "consumer groups", f"run {RUN}"):
+        assert found[check]["level"] == "wrong"
+        assert found[check]["remedy"]
+
+
+def test_doctor_says_that_there_is_no_broker_and_no_password(broker: EmbeddedBroker) -> None:
+    said = call("doctor", "--broker-url", "redis://:topsecret@127.0.0.1:1/0", code=1).out
+    assert "connection" in said
+    assert "topsecret" not in said
+    wrong = broker.url.replace(str(broker.password), "topsecret")
+    refused = " ".join(call("doctor", "--broker-url", wrong, code=1).out.split())
+    assert "wrong" in refused
+    assert "topsecret" not in refused

@@ -1,0 +1,79 @@
+"""`status` and `cancel` against a batch that stands still."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from rolloutbus.broker.errors import BatchCancelledError
+
+from .conftest import RUN, SHARD, Stage, call, comes_true, rows_of, take
+
+
+def test_status_counts_what_is_queued_running_and_done(stage: Stage) -> None:
+    stage.instance(slots=2)
+    batch = stage.batch(rows_of("ok", "wait", "wait", "ok", "ok"))
+    take(batch, 1)
+    comes_true(lambda: stage.status(batch, 1) == stage.status(batch, 2) == "running")
+    run = call("status", "--json").json["runs"][0]
+    shard, seen = run["shards"][0], run["batches"][0]
+    assert (run["run"], run["fleet"]) == (RUN, False)
+    assert (shard["shard"], shard["queued"], shard["running"], shard["unfinished"]) == (SHARD, 2, 2, 4)
+    assert 0 <= shard["oldest_age_s"] < 20
+    assert [instance["label"] for instance in shard["instances"]] == [SHARD]
+    assert (seen["batch"], seen["client"], seen["completed"], seen["failed"]) == (batch.id, "trainer", 1, 0)
+    assert seen["statuses"]["running"] == 2
+    assert seen["client_seen_s"] < 20
+
+
+def test_status_table_fits_80_columns_and_names_shard_and_batch(stage: Stage) -> None:
+    stage.instance()
+    batch = stage.batch(rows_of("wait", "wait", "wait"))
+    comes_true(lambda: stage.status(batch, 1) == "running")
+    shown = call("status", "--run", RUN).out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert SHARD in shown
+    assert batch.id in shown
+
+
+def test_status_tells_no_secret(stage: Stage) -> None:
+    stage.instance()
+    batch = stage.batch(rows_of("wait"))
+    comes_true(lambda: stage.status(batch, 0) == "running")
+    secrets = [str(stage.redis.hget(stage.keys.batch(batch.id), "g:0")).split()[2]]
+    secrets.append(str(stage.redis.hget(stage.keys.instance(SHARD), "incarnation")))
+    secrets.append(str(stage.redis.get(stage.keys.owner("trainer"))).split()[0])
+    shown = call("status", "--json").out
+    assert not [secret for secret in secrets if secret in shown]
+
+
+def test_status_of_an_empty_broker_says_so(broker: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", broker.url)  # type: ignore[attr-defined]
+    assert "no run" in call("status").out
+    assert call("status", "--json").json == {"runs": []}
+
+
+def test_unknown_run_lists_those_there_are(stage: Stage) -> None:
+    assert f"there are: {RUN}" in call("status", "--run", "exp2", code=2).said
+
+
+def test_unreachable_broker_is_one_line_and_no_stack(unused_tcp_port: int = 1) -> None:
+    said = call("status", "--broker-url", f"redis://:secret@127.0.0.1:{unused_tcp_port}/0", code=1)
+    assert "cannot reach the broker" in said.err
+    assert "secret" not in said.err
+    assert "Traceback" not in said.err
+
+
+def test_cancel_ends_the_batch_and_tells_its_client(stage: Stage) -> None:
+    stage.instance(slots=1)
+    batch = stage.batch(rows_of("wait", "wait", "wait"))
+    comes_true(lambda: stage.status(batch, 0) == "running")
+    assert call("cancel", batch.id, "--reason", "wrong checkpoint", "--json").json["cancelled_groups"] == 3
+    with pytest.raises(BatchCancelledError, match="wrong checkpoint"):
+        take(batch, 1)
+    asyncio.run(batch.cancel())
+    comes_true(lambda: stage.redis.xlen(stage.keys.groups(SHARD)) == 0)
+
+
+def test_cancelling_what_is_not_there_is_an_error(stage: Stage) -> None:
+    assert "no open batch 'nope'" in call("cancel", "nope", code=1).said

@@ -1,0 +1,361 @@
+"""First faults, on real processes: every row is accepted once, the books balance, and nothing waits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rolloutbus.broker.embedded import EmbeddedBroker
+from rolloutbus.trainer import Batch, BatchCounts, CompletedGroup
+
+from tests.stacks import ROOT, EachRow, Row, Stack, check_groups, groups_of, rows_of, stack_on, within
+
+
+def stale(batch: Batch[Any]) -> float:
+    return batch.metrics["timing/rollout/stale_writes"]
+
+
+@within(30)
+async def test_a_worker_killed_in_the_middle_of_a_group_costs_no_row(stack: Stack) -> None:
+    stack.host({"s": {"replicas": 2}})
+    doomed = await stack.process(label="s/0", hold=True)
+    client = await stack.connected()
+    async with client.run_groups(rows_of(4), 2) as batch:
+        await doomed.event("row")
+        doomed.tell("go", 0)
+        # One row of group 0 is in the broker, the other dies with its process.
+        await stack.happens("accepted", 1, group=0)
+        await doomed.kill()
+        await stack.worker(label="s/1")
+        groups = await groups_of(batch)
+    check_groups(groups, 4)
+    (torn,) = [group for group in groups if group.group_index == 0]
+    assert isinstance(torn, CompletedGroup)
+    assert torn.origins == [("s/0", 1), ("s/1", 2)]
+    assert batch.counts == BatchCounts(4, 4, 0, 0)
+    assert batch.metrics["timing/rollout/redeliveries"] == 4
+
+
+@within(30)
+async def test_a_worker_stopped_past_its_lease_has_its_writes_refused_and_counted(broker: EmbeddedBroker) -> None:
+    # Renewed seldom, so that the stopped process writes before it hears that it has lost.
+    async with stack_on(broker, lease_s=2.0, renew_every_s=1.5) as stack:
+        stack.host({"s": {"replicas": 2}})
+        zombie = await stack.process(label="s/0", hold=True)
+        client = await stack.connected()
+        async with client.run_groups(rows_of(2), 2) as batch:
+            for _ in range(4):
+                await zombie.event("row")
+            zombie.pause()
+            zombie.tell("go")
+            other = await stack.worker(label="s/1", slots=1)
+            first = await anext(batch)
+            await stack.happens("finished", 2, instance="s/1")
+            assert other.statistics().ended.get("done", 0) >= 1
+            zombie.go_on()
+            await stack.happens("refused", 1, instance="s/0")
+            groups = [first, *await groups_of(batch)]
+        check_groups(groups, 2)
+        assert {origin for group in groups for origin in group.origins} == {("s/1", 2)}  # pyright: ignore
+        assert stale(batch) >= 1
+        assert batch.metrics["timing/rollout/duplicate_rows"] == 0
+        assert batch.counts == BatchCounts(2, 2, 0, 0)
+
+
+class Pace:
+    """Rollouts of which the first ones run freely and the rest when told."""
+
+    def __init__(self, free: int) -> None:
+        self._free = free
+        self.go = asyncio.Event()
+
+    async def rollout(self, row: Row) -> Row:
+        if row["_rowidx"] >= self._free:
+            await self.go.wait()
+        return {"row": row["_rowidx"]}
+
+
+@asynccontextmanager
+async def mortal_stack(directory: Path, persistence: Any, **settings: Any) -> AsyncIterator[Stack]:
+    """A stack on a broker of its own, which the test kills."""
+    with EmbeddedBroker(directory=directory, persistence=persistence) as broker:
+        async with stack_on(broker, **settings) as stack:
+            stack.host()
+            yield stack
+
+
+def cut_last_write(directory: Path, share: float) -> None:
+    """Take the end of the append-only file away, as a machine that lost power would: at a place inside of a command, too."""
+    (newest,) = sorted(directory.glob("**/*.incr.aof"))[-1:]
+    size = newest.stat().st_size
+    os.truncate(newest, int(size * share))
+
+
+@pytest.mark.parametrize("persistence", ["always", "everysec"])
+@within(60)
+async def test_a_broker_killed_and_restarted_with_its_file_loses_nothing(tmp_path: Path, persistence: str) -> None:
+    async with mortal_stack(tmp_path, persistence) as stack:
+        pace = Pace(free=20)
+        await stack.worker(EachRow(pace.rollout))
+        client = await stack.connected()
+        async with client.run_groups(rows_of(30), 2) as batch:
+            groups = [await anext(batch) for _ in range(5)]
+            stack.broker.kill()
+            stack.broker.restart()
+            stack.host()
+            pace.go.set()
+            groups += await groups_of(batch)
+        check_groups(groups, 30)
+        assert batch.counts == BatchCounts(30, 30, 0, 0)
+
+
+@pytest.mark.parametrize("share", [0.95, 0.8, 0.5, 0.2])
+@within(60)
+async def test_a_broker_that_lost_the_end_of_its_file_gets_what_is_missing_again(tmp_path: Path, share: float) -> None:
+    async with mortal_stack(tmp_path, "everysec") as stack:
+        pace = Pace(free=20)
+        await stack.worker(EachRow(pace.rollout))
+        client = await stack.connected()
+        async with client.run_groups(rows_of(30), 2) as batch:
+            groups = [await anext(batch) for _ in range(5)]
+            stack.broker.kill()
+            cut_last_write(tmp_path, share)
+            stack.broker.restart()
+            stack.host()
+            pace.go.set()
+            groups += await groups_of(batch)
+        check_groups(groups, 30)
+        assert batch.counts == BatchCounts(30, 30, 0, 0)
+        await results_and_queue_are_empty(stack)
+
+
+async def results_and_queue_are_empty(stack: Stack) -> None:
+    async with asyncio.timeout(10):
+        while await stack.watch.xlen(stack.keys.results("trainer", "s")) or await stack.watch.xlen(stack.keys.groups("s")):
+            await asyncio.sleep(0.02)
+
+
+@within(60)
+async def test_a_broker_that_lost_everything_gets_the_missing_groups_again(tmp_path: Path) -> None:
+    async with mortal_stack(tmp_path, "none") as stack:
+        pace = Pace(free=20)
+        await stack.worker(EachRow(pace.rollout))
+        client = await stack.connected()
+        async with client.run_groups(rows_of(30), 2) as batch:
+            groups = [await anext(batch) for _ in range(5)]
+            stack.broker.kill()
+            stack.broker.restart()
+            stack.host()
+            pace.go.set()
+            groups += await groups_of(batch)
+        check_groups(groups, 30)
+        assert batch.counts == BatchCounts(30, 30, 0, 0)
+        await results_and_queue_are_empty(stack)
+
+
+@within(60)
+async def test_a_broker_that_loses_everything_twice_does_not_end_the_batch(tmp_path: Path) -> None:
+    async with mortal_stack(tmp_path, "none") as stack:
+        pace = Pace(free=4)
+        await stack.worker(EachRow(pace.rollout))
+        client = await stack.connected()
+        async with client.run_groups(rows_of(10), 2) as batch:
+            groups = [await anext(batch) for _ in range(2)]
+            for _ in range(2):
+                stack.broker.kill()
+                stack.broker.restart()
+                stack.host()
+            pace.go.set()
+            groups += await groups_of(batch)
+        check_groups(groups, 10)
+
+
+@within(60)
+async def test_a_broker_that_loses_everything_in_the_middle_of_publishing_gets_the_whole_batch(tmp_path: Path) -> None:
+    async with mortal_stack(tmp_path, "none", max_queued_bytes=20_000) as stack:
+        pace = Pace(free=2)
+        worker = await stack.worker(EachRow(pace.rollout), slots=2)
+        client = await stack.connected()
+        async with client.run_groups(rows_of(60, text="x" * 2000), 2) as batch:
+            groups = [await anext(batch)]
+            while "bytes queued" not in batch.waiting_for:
+                await asyncio.sleep(0.01)
+            stack.broker.kill()
+            stack.broker.restart()
+            stack.host()
+            pace.go.set()
+            groups += await groups_of(batch)
+        check_groups(groups, 60)
+        assert worker.statistics().ended.get("error", 0) == 0
+
+
+@within(60)
+async def test_workers_in_their_own_processes_outlive_the_broker_too(tmp_path: Path) -> None:
+    async with mortal_stack(tmp_path, "everysec") as stack:
+        stack.host({"s": {"replicas": 2}})
+        workers = [await stack.process(label=f"s/{at}", hold=True, slots=4) for at in range(2)]
+        client = await stack.connected()
+        async with client.run_groups(rows_of(16), 2) as batch:
+            await stack.happens("taken", 8)
+            stack.broker.kill()
+            stack.broker.restart()
+            for worker in workers:
+                worker.tell("go")
+            check_groups(await groups_of(batch), 16)
+        assert batch.counts == BatchCounts(16, 16, 0, 0)
+
+
+@within(60)
+async def test_a_batch_that_begins_while_the_broker_is_away_goes_through(tmp_path: Path) -> None:
+    """The sweeper found no batch before it was opened, and ended it as gone."""
+    async with mortal_stack(tmp_path, "everysec") as stack:
+        await stack.worker()
+        client = await stack.connected()
+        stack.broker.kill()
+        beginning = asyncio.create_task(asyncio.to_thread(client.run_groups, rows_of(5), 2))
+        await asyncio.sleep(1.0)
+        stack.broker.restart()
+        async with await beginning as batch:
+            check_groups(await groups_of(batch), 5)
+
+
+@within(60)
+async def test_a_trainer_that_pauses_keeps_the_brokers_bytes_bounded_and_loses_nothing(broker: EmbeddedBroker) -> None:
+    bound = 200_000
+
+    async def rollout(row: Row) -> Row:
+        return {"row": row["_rowidx"], "text": "x" * 10_000}
+
+    async with stack_on(broker, max_unread_bytes=bound, max_queued_bytes=bound) as stack:
+        stack.host()
+        await stack.worker(EachRow(rollout), slots=2)
+        client = await stack.connected()
+        async with client.run_groups(rows_of(200, text="y" * 10_000), 2) as batch:
+            groups = [await anext(batch) for _ in range(3)]
+            for _ in range(3):
+                await quiet(stack, batch.id)
+                unread, queued = bytes_of(stack, batch.id)
+                assert bound <= unread <= bound + 2 * 2 * 10_500
+                assert queued <= 2 * bound + 2 * 10_500
+                groups += [await anext(batch) for _ in range(20)]
+            groups += await groups_of(batch)
+        check_groups(groups, 200)
+        assert batch.counts == BatchCounts(200, 200, 0, 0)
+
+
+def bytes_of(stack: Stack, batch: str) -> tuple[int, int]:
+    unread, queued = stack.redis.hmget(stack.keys.batch(batch), "unread_bytes", "queued_bytes:s")
+    return int(unread or 0), int(queued or 0)
+
+
+async def quiet(stack: Stack, batch: str) -> None:
+    """Return when nothing moves any more: the trainer has not asked, and all bounds are reached."""
+    before: Sequence[int] = ()
+    while (now := bytes_of(stack, batch)) != before:
+        before = now
+        await asyncio.sleep(0.3)
+
+
+class Trainer:
+    """A trainer in a process of its own (tests/trainer_program.py)."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def event(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = await self.process.stdout.readline()
+        assert line, "the trainer ended early"
+        return json.loads(line)
+
+
+@asynccontextmanager
+async def trainer(stack: Stack, take: int) -> AsyncIterator[Trainer]:
+    order = {"url": stack.broker.url, "run": stack.run, "settings": stack.options, "groups": 10, "take": take}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.trainer_program", json.dumps(order), stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    try:
+        yield Trainer(process)
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGKILL)
+        await process.communicate()
+
+
+@pytest.mark.parametrize("known_rows", [True, False])
+@within(60)
+async def test_a_batch_goes_on_in_a_new_process_after_its_trainer_was_killed(stack: Stack, known_rows: bool) -> None:
+    ran: list[int] = []
+    pace = Pace(free=12)
+
+    async def rollout(row: Row) -> Row:
+        result = await pace.rollout(row)
+        ran.append(row["_rowidx"])
+        return result
+
+    await stack.worker(EachRow(rollout))
+    async with trainer(stack, take=4) as first:
+        batch_id = (await first.event())["batch"]
+        taken = [(await first.event())["group"] for _ in range(4)]
+        # It asked for the fifth, so the first three are acknowledged at least.
+        while await handed(stack, batch_id) < 3:
+            await asyncio.sleep(0.01)
+        acknowledged = [group for group in taken if await status(stack, batch_id, group) == "handed"]
+        first.process.kill()
+        await first.process.wait()
+    await stack.happens("finished", 6)
+    client = await stack.connected(name_wait_s=10.0)
+    rows = rows_of(10)
+    for at, row in enumerate(rows):
+        row["_rowidx"] = at
+    async with await client.resume(batch_id, rows if known_rows else None) as batch:
+        pace.go.set()
+        groups = await groups_of(batch)
+    assert sorted([*acknowledged, *(group.group_index for group in groups)]) == list(range(10))
+    assert sorted(ran) == list(range(20))
+    assert all(row["_rowidx"] == result["row"] for g in groups for row, result in zip(g.rows, g.results, strict=True))  # pyright: ignore
+    assert batch.counts == BatchCounts(10, 10, 0, 0)
+
+
+async def status(stack: Stack, batch: str, group: int) -> str:
+    record = await stack.watch.hget(stack.keys.batch(batch), f"g:{group}")  # pyright: ignore
+    return record.decode().split(" ")[0]  # pyright: ignore
+
+
+async def handed(stack: Stack, batch: str) -> int:
+    return [await status(stack, batch, group) for group in range(10)].count("handed")
+
+
+@within(60)
+async def test_a_failure_that_was_handed_over_does_not_come_again_after_a_restart(stack: Stack) -> None:
+    go = asyncio.Event()
+
+    async def rollout(row: Row) -> Row:
+        if row["_rowidx"] // 2 == 0:
+            raise ValueError("unlucky")
+        await go.wait()
+        return {"row": row["_rowidx"]}
+
+    await stack.worker(EachRow(rollout), data_attempts=1)
+    async with trainer(stack, take=9) as first:
+        batch_id = (await first.event())["batch"]
+        assert (await first.event())["group"] == 0
+        while b" told " not in (await stack.watch.hget(stack.keys.batch(batch_id), "g:0")):  # pyright: ignore
+            await asyncio.sleep(0.01)
+        first.process.kill()
+        await first.process.wait()
+    client = await stack.connected(name_wait_s=10.0)
+    async with await client.resume(batch_id, on_failure="yield") as batch:
+        go.set()
+        groups = await groups_of(batch)
+    assert sorted(group.group_index for group in groups) == list(range(1, 10))
+    assert batch.counts == BatchCounts(10, 9, 1, 0)

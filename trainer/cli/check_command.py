@@ -1,0 +1,229 @@
+"""`check`: everything about a config, and rows for it, that can be known without starting servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+import yaml
+from rich.table import Table
+
+from ...broker.errors import ConfigError, RowError
+from ...broker.keys import ANY_ROUTE
+from ...broker.shard_records import instance_labels
+from ...producer import check_rows
+from .config import ConfigPath, Overrides, load_config
+from .console import add_row, new_table, out, print_json, show_table
+from .rows import read_rows
+from .targets import AsJson
+
+if TYPE_CHECKING:
+    from ...shard_workers.fleet_config import FleetConfig
+
+_FUNCTIONS = "functions"
+_LOG_DIR = "nemo_gym_log_dir"
+
+Entries = dict[str, dict[str, list[str]]]
+
+RowsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--rows", metavar="R", help="JSONL whose routes are checked; - reads standard input.", show_default=False
+    ),
+]
+EntriesOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--entries", metavar="F", show_default=False,
+        help="JSON or YAML of what the shards host, {shard: {entry: [server types]}}, as running stacks report it.",
+    ),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlannedInstance:
+    """Where one instance will listen and log."""
+
+    label: str
+    ports: str
+    log_dir: str
+
+
+@dataclass(frozen=True)
+class PlannedShard:
+    """One line of the plan; `routes` is None where they are not known yet."""
+
+    shard: str
+    replicas: int
+    slots: int
+    cpus: float
+    config_paths: list[str]
+    entries: list[str]
+    routes: list[str] | None
+    instances: list[PlannedInstance]
+
+
+def check(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    rows: RowsOption = None,
+    entries: EntriesOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check a config and print its plan; with --rows, whether every row's route is hosted.
+
+    Nothing is started. Which routes a shard hosts is known from the config for `functions` environments, whose
+    functions are imported for it; for others give --entries.
+
+    Example: rolloutbus check --config examples/quickstart.yaml --rows examples/rows.jsonl
+    """
+    from ...shard_workers.fleet_config import read_fleet_config
+
+    fleet = read_fleet_config(load_config(config, overrides))
+    hosted = _read_entries(entries, fleet) if entries is not None else _entries_of_functions(fleet)
+    routes = _route_map(fleet, hosted)
+    shards = [_planned(fleet, shard.name, routes) for shard in fleet.plan.shards]
+    verdict = _check_rows(rows, routes)
+    if as_json:
+        print_json(_as_plain(fleet, shards, verdict))
+        return
+    _show(fleet, shards)
+    out.print(verdict)
+
+
+def _read_entries(path: Path, fleet: FleetConfig) -> Entries:
+    """What `--entries` says, checked as far as it is ours."""
+    try:
+        said: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no entries file {path}") from None
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line} is neither JSON nor YAML: {error.problem}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(said, dict) or not all(
+        isinstance(value, dict) for value in cast("dict[str, Any]", said).values()
+    ):
+        raise ConfigError(f"{path} must map each shard to its entries: {{shard: {{entry: [server types]}}}}")
+    hosted = cast(Entries, said)
+    for shard in hosted:
+        fleet.shard(shard)
+    missing = [shard.name for shard in fleet.plan.shards if shard.name not in hosted]
+    if missing:
+        raise ConfigError(f"{path} says nothing of shard {missing[0]!r}; give the entries of every shard")
+    return hosted
+
+
+def _entries_of_functions(fleet: FleetConfig) -> Entries | None:
+    """What each shard's functions environment hosts; None for environments that would start servers to tell."""
+    if fleet.environment != _FUNCTIONS:
+        return None
+    return asyncio.run(_ask_functions(fleet))
+
+
+async def _ask_functions(fleet: FleetConfig) -> Entries:
+    from ...shard_workers.environments import load_environment
+
+    hosted: Entries = {}
+    for shard in fleet.plan.shards:
+        environment = load_environment(fleet.environment)
+        try:
+            await environment.start(fleet.instance_config(shard, 0))
+            hosted[shard.name] = environment.list_entries()
+        except ConfigError as error:
+            raise ConfigError(f"shard {shard.name!r}: {error}") from None
+        finally:
+            await environment.stop()
+    return hosted
+
+
+def _route_map(fleet: FleetConfig, hosted: Entries | None) -> Mapping[str, str] | None:
+    from ...shard_workers import ShardSetupError, build_route_shard_map
+
+    if not fleet.sharded:
+        return {ANY_ROUTE: fleet.plan.shards[0].name}
+    if hosted is None:
+        return None
+    try:
+        return build_route_shard_map(hosted, fleet.plan.allowed_duplicate_entries)
+    except ShardSetupError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _planned(fleet: FleetConfig, name: str, routes: Mapping[str, str] | None) -> PlannedShard:
+    shard = fleet.shard(name)
+    labels = instance_labels(name, shard.replicas)
+    instances: list[PlannedInstance] = []
+    for slot, label in enumerate(labels):
+        given = fleet.instance_config(shard, slot, replica_index=slot if len(labels) > 1 else None)
+        ports = fleet.port_range(shard, slot)
+        instances.append(
+            PlannedInstance(label, f"{ports[0]}-{ports[1] - 1}" if ports else "any", str(given.get(_LOG_DIR, "-")))
+        )
+    mine = None if routes is None else sorted(route for route, host in routes.items() if host == name)
+    slots, cpus = fleet.workers[name].slots, fleet.actor_cpus(shard)
+    return PlannedShard(
+        name, shard.replicas, slots, cpus, shard.config_paths, sorted(shard.inherited_overlays), mine, instances
+    )
+
+
+def _check_rows(source: str | None, routes: Mapping[str, str] | None) -> str:
+    """A sentence about the rows; raises what is wrong with them."""
+    from ...shard_workers import ShardSetupError, validate_dataset_routes
+
+    if source is None:
+        return "The config is sound."
+    found = read_rows(source, 1, expanded=True)
+    check_rows(found, 1)
+    if routes is None:
+        return f"The config is sound, and so are {len(found)} rows; their routes are known only with --entries."
+    try:
+        validate_dataset_routes(routes, {source: found})
+    except ShardSetupError as error:
+        raise RowError(str(error)) from None
+    return f"The config is sound, and every one of {len(found)} rows has a shard that hosts its route."
+
+
+def _show(fleet: FleetConfig, shards: list[PlannedShard]) -> None:
+    plan = fleet.plan
+    kind = "sharded" if fleet.sharded else "not sharded: one shard, every route"
+    out.print(f"run {fleet.run}, environment {fleet.environment}, {kind}", style="bold")
+    bundles = sorted({shard.cpus for shard in shards})
+    cpus = " or ".join(f"{cpu:g}" for cpu in bundles)
+    out.print(f"{plan.total_instances} bundles of {cpus} CPUs, {plan.placement_strategy}")
+    table = new_table(
+        "", ("shard", "replicas", "slots", "CPUs", "config files", "routes"), ("replicas", "slots", "CPUs")
+    )
+    for shard in shards:
+        files = "\n".join([*shard.config_paths, *(f"(entry {entry})" for entry in shard.entries)])
+        known = "known once it runs" if shard.routes is None else "\n".join(shard.routes)
+        add_row(table, shard.shard, shard.replicas, shard.slots, f"{shard.cpus:g}", files, known)
+    show_table(table)
+    show_table(_instance_table(shards))
+
+
+def _instance_table(shards: list[PlannedShard]) -> Table:
+    table = new_table("", ("instance", "ports", "log folder"))
+    for shard in shards:
+        for instance in shard.instances:
+            add_row(table, instance.label, instance.ports, instance.log_dir)
+    return table
+
+
+def _as_plain(fleet: FleetConfig, shards: list[PlannedShard], verdict: str) -> dict[str, Any]:
+    plan = fleet.plan
+    return {
+        "run": fleet.run,
+        "environment": fleet.environment,
+        "sharded": fleet.sharded,
+        "placement_strategy": plan.placement_strategy,
+        "bundles": plan.total_instances,
+        "shards": json.loads(json.dumps([asdict(shard) for shard in shards], default=str)),
+        "verdict": verdict,
+    }

@@ -1,0 +1,85 @@
+"""How the command line prints: results to standard output, everything about them to standard error, tables that fit 80
+columns.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+# Highlighting would colour numbers inside ids, and markup would eat brackets of foreign text.
+out = Console(highlight=False, markup=False, soft_wrap=False)
+err = Console(stderr=True, highlight=False, markup=False, soft_wrap=False)
+
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+_STEPS = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "m"))
+
+
+def say(text: str, style: str = "") -> None:
+    """A remark about what is going on, to standard error."""
+    err.print(Text(text, style=style))
+
+
+def print_json(value: Any) -> None:
+    """One JSON document to standard output, never wrapped."""
+    out.file.write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def new_table(title: str, columns: Sequence[str], numbers: Iterable[str] = (), whole: Iterable[str] = ()) -> Table:
+    """Columns in `numbers` stand to the right, those in `whole` are never broken; elsewhere long words fold."""
+    heading = Text(title, style="bold") if title else None
+    table = Table(
+        title=heading, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
+    )
+    right, unbroken = set(numbers), set(whole)
+    for column in columns:
+        table.add_column(
+            column, justify="right" if column in right else "left", overflow="fold", no_wrap=column in unbroken
+        )
+    return table
+
+
+def add_row(table: Table, *cells: object, style: str = "") -> None:
+    """A row of plain text: nothing in it is taken for markup."""
+    table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells), style=style)
+
+
+def show_table(table: Table, console: Console = out) -> None:
+    """The table and the empty line that keeps it apart from what follows."""
+    console.print(table)
+    console.print()
+
+
+def seconds(value: float | None) -> str:
+    """A duration as people say it: `0.42s`, `12.3s`, `4m05s`, `2h10m`, `3d04h`."""
+    if value is None:
+        return "-"
+    if value < 60:
+        return f"{value:.2f}s" if value < 10 else f"{value:.1f}s"
+    for at, (step, unit) in enumerate(_STEPS):
+        if value >= step:
+            smaller, name = (*_STEPS, (1.0, "s"))[at + 1]
+            return f"{int(value // step)}{unit}{int(value % step // smaller):02d}{name}"
+    return f"{value:.0f}s"
+
+
+def size(value: float) -> str:
+    """Bytes in the unit that keeps them short."""
+    for unit in _UNITS[:-1]:
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} {_UNITS[-1]}"
+
+
+def clock(at_ms: int, *, date: bool = False) -> str:
+    """Broker time in milliseconds as UTC."""
+    at = datetime.datetime.fromtimestamp(at_ms / 1000, tz=datetime.UTC)
+    return at.strftime("%Y-%m-%d %H:%M:%S" if date else "%H:%M:%S.") + ("" if date else f"{at_ms % 1000:03d}")

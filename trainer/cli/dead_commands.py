@@ -1,0 +1,201 @@
+"""`dead list`, `show`, `replay` and `drop`: groups that failed for good, always whole."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from ...broker.channel import Link
+from ...broker.dead_letters import DeadLetter, drop_dead_letters, find_dead_letter, read_dead_letters, read_rows
+from ...broker.errors import ConfigError
+from ...broker.keys import Keys
+from ...broker.settings import BrokerSettings
+from .. import CompletedGroup, RolloutClient
+from .console import add_row, clock, new_table, out, print_json, say, show_table, size
+from .guard import FAILED
+from .result_lines import completed_lines, failed_lines, to_json
+from .targets import AsJson, BrokerUrl, RunName, connected, observer_settings, on_run, the_run
+
+_COLUMNS = ("id", "buried UTC", "group", "route", "rows", "failure")
+_FLEET_WAIT_S = 5.0
+# What the worker stamps into a row; it belongs to one attempt.
+_GROUP_ID = "_group_id"
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="LETTER", help="An id from `dead list`, or BATCH:GROUP.", show_default=False),
+]
+Everything = Annotated[bool, typer.Option("--all", help="All letters of the run.", show_default=False)]
+
+
+def list_letters(broker_url: BrokerUrl = None, run: RunName = None, as_json: AsJson = False) -> None:
+    """List the run's dead letters, oldest first. The newest 1,000 or so are kept.
+
+    Example: rolloutbus dead list --run exp1
+    """
+    letters = on_run(broker_url, run, read_dead_letters)
+    if as_json:
+        print_json({"dead_letters": [_as_plain(letter) for letter in letters]})
+        return
+    if not letters:
+        out.print("no dead letters")
+        return
+    table = new_table("", _COLUMNS, ("rows",), whole=("id", "group"))
+    for letter in letters:
+        failure = f"{letter.failure.type}: {letter.failure.message}" if letter.failure else letter.reason
+        add_row(
+            table,
+            letter.entry,
+            clock(letter.buried_ms, date=True)[5:],
+            letter.group_id,
+            letter.route,
+            letter.rows,
+            failure[:120],
+        )
+    show_table(table)
+
+
+def show_letter(
+    letter: Annotated[str, typer.Argument(metavar="LETTER", help="An id from `dead list`, or BATCH:GROUP.")],
+    rows: Annotated[
+        bool, typer.Option("--rows", help="Print the group's rows, one JSON line each.", show_default=False)
+    ] = False,
+    broker_url: BrokerUrl = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one dead letter: what failed where, with its traceback, and with --rows the rows as they were published.
+
+    Example: rolloutbus dead show 1764444000000-0 --rows
+    """
+
+    async def read(link: Link, keys: Keys) -> tuple[DeadLetter, list[dict[str, Any]]]:
+        found = await find_dead_letter(link, keys, letter)
+        return found, await read_rows(link, keys, found) if rows else []
+
+    found, kept = on_run(broker_url, run, read)
+    if as_json:
+        print_json(_as_plain(found))
+    else:
+        _describe(found)
+    for row in kept:
+        sys.stdout.write(to_json(row) + "\n")
+
+
+def _describe(letter: DeadLetter) -> None:
+    last = letter.first_row + letter.rows - 1
+    out.print(f"dead letter {letter.entry}, buried {clock(letter.buried_ms, date=True)} UTC", style="bold")
+    out.print(
+        f"group {letter.group} of batch {letter.batch} (client {letter.client or '-'}), route {letter.route or '-'}"
+    )
+    out.print(
+        f"rows {letter.first_row} to {last}, {size(letter.payload_bytes)}"
+        if letter.payload_bytes
+        else "its rows are not kept"
+    )
+    out.print(f"reason: {letter.reason}")
+    if letter.instance not in ("", "-"):
+        out.print(f"last attempt: {letter.attempt} on {letter.instance}")
+    if letter.failure:
+        status = f" (HTTP {letter.failure.http_status})" if letter.failure.http_status else ""
+        out.print(
+            f"{letter.failure.failure_class} failure: {letter.failure.type}: {letter.failure.message}{status}",
+            style="red",
+        )
+        if letter.failure.traceback:
+            out.print(letter.failure.traceback.rstrip())
+
+
+def _as_plain(letter: DeadLetter) -> dict[str, Any]:
+    return {
+        "id": letter.entry,
+        "group_id": letter.group_id,
+        "buried_ms": letter.buried_ms,
+        **dataclasses.asdict(letter),
+    }
+
+
+def drop(
+    names: Names = None, everything: Everything = False, broker_url: BrokerUrl = None, run: RunName = None
+) -> None:
+    """Delete dead letters for good.
+
+    Example: rolloutbus dead drop 1764444000000-0
+    """
+
+    async def delete(link: Link, keys: Keys) -> int:
+        letters = await _chosen(link, keys, names, everything)
+        return await drop_dead_letters(link, keys, [letter.entry for letter in letters])
+
+    out.print(f"{on_run(broker_url, run, delete)} dead letters dropped")
+
+
+def replay(
+    names: Names = None,
+    everything: Everything = False,
+    drop_replayed: Annotated[
+        bool, typer.Option("--drop", help="Drop the letters whose group completes this time.", show_default=False)
+    ] = False,
+    broker_url: BrokerUrl = None,
+    run: RunName = None,
+) -> None:
+    """Run dead groups again, each as a batch of its own on the running fleet, and print what comes back as JSON lines.
+
+    Exit code 1 when a group fails again (it then has a new dead letter). The trainer that published it hears nothing of
+    this.
+
+    Example: rolloutbus dead replay 1764444000000-0 --drop
+    """
+    settings = observer_settings(broker_url)
+    failed = asyncio.run(_replay(settings, run, names, everything, drop_replayed))
+    if failed:
+        say(f"{failed} groups failed again", "red")
+        raise typer.Exit(FAILED)
+
+
+async def _replay(
+    settings: BrokerSettings, run: str | None, names: Sequence[str] | None, everything: bool, drop_replayed: bool
+) -> int:
+    failed = 0
+    async with connected(settings) as link:
+        keys = await the_run(link, run)
+        letters = await _chosen(link, keys, names, everything)
+        client = f"replay-{secrets.token_hex(4)}"
+        async with RolloutClient.connect(settings.url, run=keys.run, client=client, fleet_wait_s=_FLEET_WAIT_S) as bus:
+            for letter in letters:
+                completed = await _run_again(bus, letter, await read_rows(link, keys, letter))
+                failed += not completed
+                if completed and drop_replayed:
+                    await drop_dead_letters(link, keys, [letter.entry])
+    return failed
+
+
+async def _run_again(bus: RolloutClient, letter: DeadLetter, rows: list[dict[str, Any]]) -> bool:
+    """Whether the group completed."""
+    for row in rows:
+        row.pop(_GROUP_ID, None)
+    completed = False
+    async with bus.run_groups(rows, len(rows), on_failure="yield") as batch:
+        say(f"group {letter.group_id} ({len(rows)} rows) runs again as batch {batch.id}")
+        async for outcome in batch:
+            completed = isinstance(outcome, CompletedGroup)
+            lines = completed_lines(outcome) if isinstance(outcome, CompletedGroup) else failed_lines(outcome, rows)
+            sys.stdout.writelines(line + "\n" for line in lines)
+            sys.stdout.flush()
+            if not isinstance(outcome, CompletedGroup):
+                say(f"{outcome.type}: {outcome.message}", "red")
+    return completed
+
+
+async def _chosen(link: Link, keys: Keys, names: Sequence[str] | None, everything: bool) -> list[DeadLetter]:
+    if bool(names) == everything:
+        raise ConfigError("say which dead letters: their ids from `rolloutbus dead list`, or --all")
+    if everything:
+        return await read_dead_letters(link, keys)
+    return [await find_dead_letter(link, keys, name) for name in names or ()]

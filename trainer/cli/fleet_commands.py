@@ -1,0 +1,150 @@
+"""`up`, `scale` and `drain`: a fleet in the foreground, and changing one that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from omegaconf import DictConfig, OmegaConf
+
+from ...broker.channel import Link
+from ...broker.embedded import EmbeddedBroker
+from ...broker.errors import FleetError
+from ...broker.fleet_transitions import request_drain, request_scale
+from ...broker.keys import Keys
+from ...broker.settings import redacted
+from .config import ConfigPath, Overrides, configured_url, load_config, with_target
+from .console import out, print_json, say
+from .interrupts import Interrupts
+from .targets import AsJson, BrokerUrl, RunName, observer_settings, on_run
+
+if TYPE_CHECKING:
+    from ...shard_workers.fleet import ShardFleet
+
+_ADDRESS_KEY = "rolloutbus.fleet.address"
+
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address", metavar="A", help="Join this Ray cluster instead of starting a local Ray.", show_default=False
+    ),
+]
+Replace = Annotated[
+    bool,
+    typer.Option("--replace", help="Take the run from a fleet that has it, once this one is up.", show_default=False),
+]
+
+
+@contextmanager
+def broker_of(url: str | None) -> Generator[str]:
+    """The broker at `url`, or an embedded one that ends with the command."""
+    if url is not None:
+        say(f"broker: {redacted(url)}")
+        yield url
+        return
+    with EmbeddedBroker() as server:
+        say("broker: an embedded one, which ends with this command")
+        yield server.url
+
+
+@contextmanager
+def running_fleet(config: DictConfig, interrupts: Interrupts, *, replace: bool = False) -> Generator[ShardFleet]:
+    """A fleet that is drained and stopped at the end, however it comes."""
+    # Ray takes seconds to import, and a wrong config should be told at once.
+    from ...shard_workers.fleet import ShardFleet
+    from ...shard_workers.fleet.placement import RaySession
+    from ...shard_workers.fleet_config import read_fleet_config
+
+    known = read_fleet_config(config)
+    shards = ", ".join(f"{shard.name} ×{shard.replicas}" for shard in known.plan.shards)
+    say(f"fleet: starting {known.plan.total_instances} instances ({shards})")
+    cpus = sum(known.actor_cpus(shard) * shard.replicas for shard in known.plan.shards)
+    # An exception in the middle of Ray's own start ends the process with a segmentation fault.
+    with ExitStack() as stack:
+        with interrupts.held():
+            session = RaySession(known.fleet.address, cpus)
+            stack.callback(session.close)
+        session.refuse_hopeless(known.plan.total_instances, known.plan.placement_strategy)
+        fleet = stack.enter_context(ShardFleet.start(known, replace=replace))
+        say(f"fleet: up, routes {', '.join(sorted(fleet.route_map))}")
+        yield fleet
+
+
+def up(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    address: Address = None,
+    replace: Replace = False,
+    broker_url: BrokerUrl = None,
+    run: RunName = None,
+) -> None:
+    """Keep the fleet of a config running until Ctrl-C or SIGTERM; then drain and stop it. A second signal stops at
+    once.
+
+    Trainers need the broker's URL and the run's name, and nothing of Ray. Without a broker in --broker-url, REDIS_URL
+    or the config one is started that ends with the command, and its URL is printed.
+
+    Example: rolloutbus up --config exp.yaml --run exp1 rolloutbus.workers.slots=32
+    """
+    root = load_config(config, overrides)
+    if address is not None:
+        root = OmegaConf.merge(root, OmegaConf.from_dotlist([f"{_ADDRESS_KEY}={address}"]))
+        assert isinstance(root, DictConfig)
+    url = configured_url(root, broker_url)
+    with (
+        Interrupts("draining; once more to stop at once") as interrupts,
+        broker_of(url) as used,
+        running_fleet(with_target(root, used, run), interrupts, replace=replace) as fleet,
+    ):
+        out.print(f'run {fleet.run} is up; trainers connect to "{redacted(used)}"', soft_wrap=True)
+        out.file.flush()
+        interrupts.wait(lambda: _look_at(fleet))
+
+
+def _look_at(fleet: ShardFleet) -> None:
+    reason = fleet.wait(0)
+    if reason is not None:
+        raise FleetError(f"the fleet of run {fleet.run!r} ended: {reason}")
+
+
+async def _found(link: Link, keys: Keys) -> str:
+    return keys.run
+
+
+def scale(
+    shard: Annotated[str, typer.Argument(metavar="SHARD", help="The shard's name.")],
+    replicas: Annotated[int, typer.Argument(metavar="N", help="How many instances it is to have.", min=1)],
+    broker_url: BrokerUrl = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask the running fleet for N instances of a shard, and wait until they are there; no group is lost.
+
+    Example: rolloutbus scale math 4 --run exp1
+    """
+    name = on_run(broker_url, run, _found)
+    request_scale(observer_settings(broker_url), name, shard, replicas)
+    if as_json:
+        print_json({"run": name, "shard": shard, "replicas": replicas})
+    else:
+        out.print(f"shard {shard} of run {name}: {replicas} instances")
+
+
+def drain(
+    label: Annotated[str, typer.Argument(metavar="LABEL", help="The instance, such as math/1.")],
+    broker_url: BrokerUrl = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask the running fleet to stop one instance: its groups finish or go to the others. Waits until it is gone.
+
+    Example: rolloutbus drain math/1 --run exp1
+    """
+    name = on_run(broker_url, run, _found)
+    request_drain(observer_settings(broker_url), name, label)
+    if as_json:
+        print_json({"run": name, "drained": label})
+    else:
+        out.print(f"instance {label} of run {name} is drained and gone")

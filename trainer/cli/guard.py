@@ -1,0 +1,79 @@
+"""What stands around every command: its errors become one message and an exit code, its log goes to standard error.
+
+Exit codes: 0 all is well, 1 something failed, 2 the caller's mistake, 130 Ctrl-C, 143 SIGTERM. A mistake never shows a
+stack.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.logging import RichHandler
+
+from ...broker.errors import ConfigError, EncodeError, RolloutBusError, RowError, RowTypeError
+from .console import err, say
+
+FAILED = 1
+MISTAKE = 2
+INTERRUPTED = 130
+
+_MISTAKES = (ConfigError, RowError, RowTypeError, EncodeError)
+
+Verbose = Annotated[
+    int,
+    typer.Option("--verbose", "-v", count=True, show_default=False, help="Log more: -v what happens, -vv everything."),
+]
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for what the caller can mend in the command, the config or the rows; 1 for what went wrong elsewhere."""
+    return MISTAKE if isinstance(error, (*_MISTAKES, ValueError)) else FAILED
+
+
+def guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with `-v`, logging set up, and its errors told in red instead of raised."""
+
+    @functools.wraps(command)
+    def run(*args: Any, verbose: int = 0, **options: Any) -> None:
+        set_up_logging(verbose)
+        try:
+            command(*args, **options)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Whoever read our output has left (`| head`): nothing is wrong, and flushing at exit must not complain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(FAILED) from None
+        except KeyboardInterrupt as interrupt:
+            raise typer.Exit(interrupt.args[0] if interrupt.args else INTERRUPTED) from None
+        except RolloutBusError as error:
+            say(f"Error: {error}", "red")
+            raise typer.Exit(exit_code(error)) from None
+
+    signature = inspect.signature(command, eval_str=True)
+    option = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=0, annotation=Verbose)
+    shown = signature.replace(parameters=[*signature.parameters.values(), option])
+    # Typer reads the signature, and resolves annotations by the wrapped module, which does not know `verbose`.
+    run.__dict__.pop("__wrapped__", None)
+    run.__dict__["__signature__"] = shown
+    run.__annotations__ = {name: parameter.annotation for name, parameter in shown.parameters.items()}
+    return run
+
+
+def set_up_logging(verbose: int) -> None:
+    """WARNING and above to standard error by default; through the console, so that a progress bar stays whole."""
+    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+    logger = logging.getLogger("rolloutbus")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    handler = RichHandler(console=err, show_path=False, log_time_format="%H:%M:%S", omit_repeated_times=False)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False

@@ -1,0 +1,135 @@
+"""Ctrl-C and SIGTERM: the first asks the command to clean up and end, the second ends it at once.
+
+Asking means `KeyboardInterrupt` with the exit code in plain code, and cancellation of the work in asyncio code. Ending
+at once leaves nothing behind either: a local Ray is killed, and the embedded broker's supervisor sees its program end
+and cleans up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Generator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self, TypeVar
+
+from .console import say
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+Result = TypeVar("Result")
+
+
+class Interrupts:
+    """A context manager for the main thread; elsewhere it leaves signals alone."""
+
+    def __init__(self, stopping: str = "stopping; once more to stop at once") -> None:
+        self._stopping = stopping
+        self._code = 0
+        self._held = False
+        self._before: dict[signal.Signals, Any] = {}
+        self._cancel: Callable[[], object] | None = None
+
+    def __enter__(self) -> Self:
+        self.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def install(self) -> None:
+        """Take the signals, also after a library has put handlers of its own (Ray does)."""
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                before = signal.signal(number, self._handle)
+                self._before.setdefault(number, before)
+
+    @contextlib.contextmanager
+    def held(self) -> Generator[None]:
+        """While it lasts the first signal waits for its end, for code that an exception in its middle would crash."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            self.install()
+        if self._code:
+            raise KeyboardInterrupt(self._code)
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        """`asyncio.run` of what `work` makes; a signal cancels it, and once it has cleaned up `KeyboardInterrupt` is
+        raised.
+        """
+
+        async def attached() -> Result:
+            task, loop = asyncio.current_task(), asyncio.get_running_loop()
+            assert task is not None
+            self._cancel = lambda: loop.call_soon_threadsafe(self._stop, task)
+            try:
+                return await work()
+            finally:
+                self._cancel = None
+
+        try:
+            return asyncio.run(attached())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt(self._code) from None
+
+    def wait(self, look: Callable[[], object], every_s: float = 1.0) -> None:
+        """Wait for a signal, which raises `KeyboardInterrupt`; calls `look` meanwhile, which may raise what ends the
+        wait.
+        """
+        never = threading.Event()
+        while not never.wait(every_s):
+            look()
+
+    def _stop(self, task: asyncio.Task[Any]) -> None:
+        # Said here and not in the handler, which may have interrupted the drawing of a progress bar.
+        say(self._stopping)
+        task.cancel()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._code:
+            kill_descendants()
+            os._exit(128 + number)
+        self._code = 128 + number
+        if self._cancel is not None:
+            self._cancel()
+            return
+        say(self._stopping)
+        if not self._held:
+            raise KeyboardInterrupt(self._code)
+
+
+def kill_descendants() -> None:
+    """SIGKILL to every process below this one, but for sessions of their own, whose leaders watch this process
+    themselves.
+
+    Parts of a local Ray outlive their raylet by half a minute and more otherwise. Does nothing where there is no /proc.
+    """
+    parents, own_session = _parents(), os.getsid(0)
+    below = {os.getpid()}
+    while found := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= found
+    for pid in below - {os.getpid()}:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == own_session:
+                os.kill(pid, signal.SIGKILL)
+
+
+def _parents() -> dict[int, int]:
+    """Process id → its parent's, of all processes."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            # The name before it may contain anything, parentheses too.
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    return parents

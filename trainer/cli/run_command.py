@@ -1,0 +1,196 @@
+"""`run`: the main job in one command: broker, fleet, batch, results."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+
+from ...broker.errors import ConfigError
+from ...broker.routes import route_of
+from ...broker.settings import BrokerSettings
+from ...collector import CompletedGroup
+from ...producer import check_rows
+from ...producer.rows import shard_of
+from .. import RolloutClient
+from ..batch import GroupBatch, OnFailure
+from . import run_summary
+from .config import ConfigPath, Overrides, configured_url, load_config, with_target
+from .console import err, out, print_json
+from .fleet_commands import broker_of, running_fleet
+from .guard import FAILED
+from .interrupts import Interrupts
+from .result_lines import completed_lines, failed_lines
+from .rows import Row, read_rows
+from .run_progress import ShardProgress
+from .targets import AsJson, BrokerUrl, RunName
+
+STANDARD_OUTPUT = "-"
+
+RowsPath = Annotated[
+    str,
+    typer.Option(
+        "--rows", "-r", metavar="R", help="JSONL, one prompt per line; - reads standard input.", show_default=False
+    ),
+]
+Generations = Annotated[
+    int, typer.Option("--num-generations", "-n", metavar="N", min=1, help="Rollouts per prompt.", show_default=False)
+]
+OutPath = Annotated[
+    str,
+    typer.Option(
+        "--out", "-o", metavar="O", help="Where results go, overwritten; - is standard output.", show_default=False
+    ),
+]
+Expanded = Annotated[
+    bool, typer.Option("--expanded", help="The rows are expanded: N lines in a row per prompt.", show_default=False)
+]
+Failing = Annotated[
+    str,
+    typer.Option(
+        "--on-failure", metavar="yield|raise", help="Go on without a group that failed for good, or end the job."
+    ),
+]
+
+
+@dataclass
+class Job:
+    """One batch to run: where, what, and what came of it so far."""
+
+    settings: BrokerSettings
+    run: str
+    routes: Mapping[str, str]
+    rows: list[Row]
+    num_generations: int
+    on_failure: OnFailure
+    summary: run_summary.Summary = field(default_factory=run_summary.Summary)
+
+    def shard(self, route: str) -> str:
+        return shard_of(route, self.routes, 0)
+
+
+def run(
+    config: ConfigPath,
+    rows: RowsPath,
+    num_generations: Generations,
+    results: OutPath,
+    overrides: Overrides = None,
+    expanded: Expanded = False,
+    on_failure: Failing = "yield",
+    broker_url: BrokerUrl = None,
+    run_name: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a batch of prompts through a fleet of environments, from start to end, and write one JSON line per row.
+
+    Starts a local Ray fleet and, unless --broker-url, REDIS_URL or the config names one, a broker; both end with the
+    command. Groups are written as they complete, the rows of a group together: _rowidx, agent_ref, reward, instance,
+    attempt, result. NaN and the infinities become strings, arrays lists, bytes base64; a failed row has `failure` and
+    no reward.
+
+    Exit code: 0 if every group completed, 1 if something failed, 2 for a mistake in command, config or rows, 130 after
+    Ctrl-C.
+
+    Example: rolloutbus run -c examples/quickstart.yaml -r examples/rows.jsonl -n 8 -o results.jsonl
+    """
+    from ...shard_workers.fleet_config import read_fleet_config
+
+    if on_failure not in ("yield", "raise"):
+        raise ConfigError(f"--on-failure {on_failure!r} is not known; say yield or raise")
+    root = load_config(config, overrides)
+    url = configured_url(root, broker_url)
+    # All that can be wrong is told before anything is started.
+    read_fleet_config(with_target(root, url, run_name))
+    batch_rows = read_rows(rows, num_generations, expanded=expanded)
+    check_rows(batch_rows, num_generations)
+    check_writable(results)
+    with (
+        Interrupts("cancelling the batch and stopping; once more to stop at once") as interrupts,
+        broker_of(url) as used,
+        running_fleet(with_target(root, used, run_name), interrupts) as fleet,
+    ):
+        job = Job(fleet.broker, fleet.run, fleet.route_map, batch_rows, num_generations, on_failure)
+        try:
+            interrupts.run(lambda: work(job, results))
+        finally:
+            tell(job.summary, as_json=as_json, results=results)
+    if not job.summary.balanced:
+        raise typer.Exit(FAILED)
+
+
+def check_writable(results: str) -> None:
+    """Raise `ConfigError` for a place where results cannot go; an earlier file stays until there are new ones."""
+    if results == STANDARD_OUTPUT:
+        return
+    path = Path(results)
+    if path.is_dir():
+        raise ConfigError(f"--out {results} is a folder; give a file in it")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--out {results}: there is no folder {path.absolute().parent}; make it first")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"--out {results} cannot be written; check its permissions")
+
+
+async def work(job: Job, results: str) -> None:
+    """Run the batch, writing each group as it comes. Leaving early, for whatever reason, cancels what is out."""
+    started = time.monotonic()
+    async with RolloutClient.connect(job.settings.url, run=job.run, settings=job.settings) as bus:
+        batch = bus.run_groups(job.rows, job.num_generations, on_failure=job.on_failure)
+        routes = [route_of(row) for row in job.rows[:: job.num_generations]]
+        job.summary.groups, job.summary.batch = len(routes), batch.id
+        try:
+            async with batch:
+                with opened(results) as lines:
+                    await _collect(job, batch, routes, lines)
+        finally:
+            job.summary.metrics, job.summary.took_s = batch.metrics, time.monotonic() - started
+
+
+async def _collect(job: Job, batch: GroupBatch, routes: Sequence[str], lines: TextIO) -> None:
+    totals = Counter(job.shard(route) for route in routes)
+    async with ShardProgress(totals, lambda: batch.waiting_for) as progress:
+        async for outcome in batch:
+            completed = isinstance(outcome, CompletedGroup)
+            written = (
+                completed_lines(outcome) if isinstance(outcome, CompletedGroup) else failed_lines(outcome, job.rows)
+            )
+            lines.writelines(line + "\n" for line in written)
+            lines.flush()
+            route = routes[outcome.group_index]
+            job.summary.add(outcome, route)
+            progress.advance(job.shard(route), failed=not completed)
+
+
+@contextmanager
+def opened(results: str) -> Generator[TextIO]:
+    """The file for results, emptied, or standard output."""
+    if results == STANDARD_OUTPUT:
+        yield sys.stdout
+        return
+    try:
+        # A lone surrogate, which UTF-8 cannot carry, then stands as the escape that JSON has for it.
+        with Path(results).open("w", encoding="utf-8", errors="backslashreplace") as lines:
+            yield lines
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {results}: {error.strerror or error}; free space or choose another file"
+        ) from None
+
+
+def tell(summary: run_summary.Summary, *, as_json: bool, results: str) -> None:
+    """The summary, where it does not mix with results on standard output."""
+    if not summary.groups:
+        return
+    aside = results == STANDARD_OUTPUT
+    if as_json and not aside:
+        print_json(summary.as_plain())
+    else:
+        run_summary.show(summary, console=err if aside else out)

@@ -1,0 +1,135 @@
+"""What a job came to: rows, rewards and failures per route, groups and timings per instance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from ...collector import CompletedGroup, GroupFailure
+from ...collector.timing import COUNTERS, DEFAULT_PREFIX
+from .console import add_row, new_table, out, seconds, show_table
+from .result_lines import reward_of
+
+_TIMES = ("queue_wait", "environment", "publish", "postprocess_results")
+_COUNTED = {
+    "retries": "retries",
+    "redeliveries": "taken over",
+    "stale_writes": "refused writes",
+    "duplicate_rows": "duplicate rows",
+}
+
+
+@dataclass
+class RouteTally:
+    """Rows of one route, in rows."""
+
+    rows: int = 0
+    failures: int = 0
+    rewards: list[float] = field(default_factory=list[float])
+
+    @property
+    def mean_reward(self) -> float | None:
+        return math.fsum(self.rewards) / len(self.rewards) if self.rewards else None
+
+
+@dataclass
+class Summary:
+    """Fed group by group; `metrics` and `took_s` come at the end."""
+
+    groups: int = 0
+    completed: int = 0
+    failed: int = 0
+    routes: dict[str, RouteTally] = field(default_factory=dict[str, RouteTally])
+    first_failures: list[str] = field(default_factory=list[str])
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    batch: str = ""
+    took_s: float = 0.0
+
+    def add(self, outcome: CompletedGroup | GroupFailure, route: str) -> None:
+        tally = self.routes.setdefault(route, RouteTally())
+        if isinstance(outcome, CompletedGroup):
+            self.completed += 1
+            tally.rows += len(outcome.rows)
+            tally.rewards += [reward for result in outcome.results if (reward := reward_of(result)) is not None]
+            return
+        self.failed += 1
+        tally.failures += len(outcome.row_indices)
+        if len(self.first_failures) < 3:
+            self.first_failures.append(f"group {outcome.group_index} ({route}): {outcome.type}: {outcome.message}")
+
+    @property
+    def balanced(self) -> bool:
+        """Every group of the job came back, and none failed."""
+        return self.failed == 0 and self.completed == self.groups
+
+    @property
+    def instances(self) -> dict[str, dict[str, float]]:
+        """Per instance its groups and times, from the metrics."""
+        routing = f"{DEFAULT_PREFIX}/routing/groups/"
+        labels = [name.removeprefix(routing) for name in self.metrics if name.startswith(routing)]
+        return {
+            label: {
+                "groups": self.metrics[routing + label],
+                **{name: self.metrics.get(f"{DEFAULT_PREFIX}/shard/{label}/{name}", 0.0) for name in _TIMES},
+            }
+            for label in sorted(labels)
+        }
+
+    def as_plain(self) -> dict[str, Any]:
+        return {
+            "batch": self.batch,
+            "groups": self.groups,
+            "completed": self.completed,
+            "failed": self.failed,
+            "cancelled": self.groups - self.completed - self.failed,
+            "seconds": self.took_s,
+            "routes": {
+                route: {"rows": tally.rows, "mean_reward": _finite(tally.mean_reward), "failures": tally.failures}
+                for route, tally in sorted(self.routes.items())
+            },
+            "instances": self.instances,
+            "counters": {name: self.metrics.get(f"{DEFAULT_PREFIX}/{name}", 0.0) for name in COUNTERS},
+        }
+
+
+def show(summary: Summary, *, console: Console = out) -> None:
+    """Both tables and what there is to say below them."""
+    table = new_table("", ("route", "rows", "mean reward", "failures"), ("rows", "mean reward", "failures"))
+    for route, tally in sorted(summary.routes.items()):
+        mean = tally.mean_reward
+        cells = (route, tally.rows, "-" if mean is None else f"{mean:.3f}", tally.failures)
+        add_row(table, *cells, style="red" if tally.failures else "")
+    show_table(table, console)
+    columns = ("instance", "groups", "queue wait", "environment", "publish", "postprocess")
+    table = new_table("", columns, columns[1:])
+    for label, numbers in summary.instances.items():
+        add_row(table, label, int(numbers["groups"]), *(seconds(numbers[name]) for name in _TIMES))
+    if table.row_count:
+        show_table(table, console)
+    for failure in summary.first_failures:
+        console.print(failure, style="red")
+    console.print(verdict(summary))
+
+
+def verdict(summary: Summary) -> str:
+    """One sentence: whether the books balance, how long it took, what happened on the way."""
+    rows = sum(tally.rows for tally in summary.routes.values())
+    rate = f", {rows / summary.took_s:.0f} rows/s" if summary.took_s > 0 else ""
+    cancelled = summary.groups - summary.completed - summary.failed
+    counts = (
+        f"{summary.groups} groups = {summary.completed} completed + {summary.failed} failed + {cancelled} cancelled"
+    )
+    events = [
+        f"{int(number)} {words}"
+        for name, words in _COUNTED.items()
+        if (number := summary.metrics.get(f"{DEFAULT_PREFIX}/{name}", 0.0))
+    ]
+    return f"{counts}; {rows} rows in {seconds(summary.took_s)}{rate}" + (f" ({', '.join(events)})" if events else "")
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,121 @@
+"""`status` and `cancel`: what a run is doing, and ending a batch of it. Both need nothing but the broker."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from ...broker.channel import Link
+from ...broker.client_transitions import cancel_batch
+from ...broker.errors import UnknownBatchError
+from ...broker.inspection import RunState, ShardState, ask, find_runs, inspect_run
+from ...broker.keys import Keys
+from .console import add_row, new_table, out, print_json, seconds, show_table
+from .targets import AsJson, BrokerUrl, RunName, on_broker, on_run, the_run
+
+_SHARD_COLUMNS = ("shard", "queued", "running", "delayed", "parked", "oldest", "alive", "slots", "dead")
+_BATCH_COLUMNS = ("batch", "client", "state", "groups", "done", "failed", "run", "wait", "age", "seen")
+_INSTANCE_COLUMNS = ("instance", "host", "pid", "running", "slots")
+
+
+def status(broker_url: BrokerUrl = None, run: RunName = None, as_json: AsJson = False) -> None:
+    """Show shards, instances and open batches of a run, or of all runs.
+
+    Groups of a shard are queued (nobody has them), running, delayed (waiting for a retry) or parked (their batch has no
+    room for results); `oldest` is the age of the oldest of them. Of a batch, `seen` is how long ago its client was.
+
+    Example: rolloutbus status --run exp1
+    """
+
+    async def look(link: Link) -> list[RunState]:
+        runs = [(await the_run(link, run)).run] if run is not None else await find_runs(link)
+        return [await inspect_run(link, name) for name in runs]
+
+    states = on_broker(broker_url, look)
+    if as_json:
+        print_json({"runs": [dataclasses.asdict(state) for state in states]})
+        return
+    if not states:
+        out.print("no run on this broker")
+    for state in states:
+        show(state)
+
+
+def show(state: RunState) -> None:
+    """The run's tables on standard output."""
+    fleet = "up" if state.fleet else "none"
+    out.print(
+        f"run {state.run}: fleet {fleet}, {len(state.batches)} open batches, {state.dead_letters} dead letters",
+        style="bold",
+    )
+    if state.shards:
+        show_table(_shard_table(state))
+    instances = [instance for shard in state.shards for instance in shard.instances]
+    if instances:
+        table = new_table("", _INSTANCE_COLUMNS, ("pid", "running", "slots"))
+        for instance in instances:
+            add_row(table, instance.label, instance.host, instance.pid, instance.running, instance.slots)
+        show_table(table)
+    if state.batches:
+        show_table(_batch_table(state))
+    for shard in state.shards:
+        if shard.lost:
+            out.print(f"shard {shard.shard} is lost: {shard.lost}", style="red")
+
+
+def _shard_table(state: RunState) -> Table:
+    table = new_table("", _SHARD_COLUMNS, _SHARD_COLUMNS[1:], whole=_SHARD_COLUMNS[1:])
+    for shard in state.shards:
+        add_row(
+            table, shard.shard, shard.queued, shard.running, shard.delayed, shard.parked, seconds(shard.oldest_age_s),
+            f"{len(shard.instances)}/{shard.replicas}", _slots(shard), shard.dead_letters,
+            style="red" if len(shard.instances) < shard.replicas else "",
+        )  # fmt: skip
+    return table
+
+
+def _slots(shard: ShardState) -> str:
+    """Slots in use of those there are."""
+    return f"{sum(i.running for i in shard.instances)}/{sum(i.slots for i in shard.instances)}"
+
+
+def _batch_table(state: RunState) -> Table:
+    table = new_table("", _BATCH_COLUMNS, _BATCH_COLUMNS[3:], whole=("batch", "state", "age", "seen"))
+    for batch in state.batches:
+        waiting = sum(batch.statuses.get(status, 0) for status in ("queued", "delayed", "parked"))
+        add_row(
+            table, batch.batch, batch.client, batch.state, batch.groups, batch.completed, batch.failed,
+            batch.statuses.get("running", 0), waiting, seconds(batch.age_s), seconds(batch.client_seen_s),
+        )  # fmt: skip
+    return table
+
+
+def cancel(
+    batch: Annotated[str, typer.Argument(metavar="BATCH", help="The batch's id, as `status` shows it.")],
+    reason: Annotated[
+        str, typer.Option("--reason", metavar="TEXT", help="Told to the batch's client.")
+    ] = "rolloutbus cancel",
+    broker_url: BrokerUrl = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Cancel a batch, whoever published it: its queued groups are dropped, running ones stopped, its client gets an
+    error.
+
+    Example: rolloutbus cancel 4f1c0a9be210 --reason "wrong checkpoint"
+    """
+
+    async def stop(link: Link, keys: Keys) -> int:
+        client, shards = (await ask(link, [("HMGET", keys.batch(batch), "client", "shards")]))[0]
+        if client is None:
+            raise UnknownBatchError(f"run {keys.run!r} has no open batch {batch!r}; see `rolloutbus status`")
+        return await cancel_batch(link, keys, batch, client.decode(), shards.decode().split(), reason)
+
+    stopped = on_run(broker_url, run, stop)
+    if as_json:
+        print_json({"batch": batch, "cancelled_groups": stopped})
+    else:
+        out.print(f"batch {batch}: {stopped} groups cancelled")
