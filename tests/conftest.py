@@ -9,6 +9,9 @@ from rolloutbus.broker.embedded import EmbeddedBroker
 
 from tests.servers import start_redis, start_valkey
 
+# The real NeMo Gym, in an environment of its own: see .ci/nemo_gym.
+collect_ignore = ["nemo_gym"]
+
 
 @pytest.fixture(scope="session")
 def valkey() -> Iterator[EmbeddedBroker]:

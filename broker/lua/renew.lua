@@ -19,6 +19,7 @@ for i = 15, #ARGV, 4 do
   elseif not r or r.token ~= ARGV[i + 3] then
     answer = 'lost'
     count_stale(batch, KEYS[5], string.match(batch, ':batch:(.+)$'), ARGV[i + 2], r, string.match(KEYS[2], ':instance:(.+)$'), 'renewal')
+  elseif r.status == 'done' or r.status == 'handed' then answer = 'ended'  -- the environment may still be tidying up
   elseif r.status ~= 'running' then answer = 'lost'  -- no intruder: the attempt has just ended, with the renewal under way
   else
     local absent = owner_absence(ARGV[8] .. 'owner:' .. h[2], tonumber(ARGV[5]), now)
@@ -30,6 +31,6 @@ for i = 15, #ARGV, 4 do
   end
   if answer == 'ok' then redis.call('XCLAIM', KEYS[1], WORKERS, ARGV[1], 0, ARGV[i + 1], 'JUSTID')
   elseif answer == 'gone' then drop_entry(KEYS[1], ARGV[i + 1]) end
-  out[#out + 1] = answer
+  out[#out + 1] = answer == 'ended' and 'ok' or answer
 end
 return out

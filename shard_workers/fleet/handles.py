@@ -22,7 +22,7 @@ from ray.actor import ActorHandle
 
 from ...broker.channel import Link
 from ...broker.errors import ConfigError, FleetError, RolloutBusError
-from ...broker.fleet_transitions import FleetTransitions, Published
+from ...broker.fleet_transitions import FleetTransitions, Published, Request
 from ...broker.keys import ANY_ROUTE, UNSHARDED_SHARD, Keys
 from ...broker.scripts import load_scripts
 from ...broker.settings import BrokerSettings, broker_url
@@ -207,7 +207,8 @@ class HandleFleet:
         self._link = Link(settings, "fleet", load_scripts)
         holder = f"{socket.gethostname()}, process {os.getpid()}"
         transitions = FleetTransitions(self._link, keys, settings, holder)
-        self._lease = FleetLease(self._link, transitions, [UNSHARDED_SHARD], lambda _: None, self._on_lost)
+        self._transitions = transitions
+        self._lease = FleetLease(self._link, transitions, [UNSHARDED_SHARD], self._on_request, self._on_lost)
         at = self._workers
         record = ShardRecord(
             labels=[UNSHARDED_SHARD],
@@ -232,6 +233,10 @@ class HandleFleet:
             await worker.run()
         except RolloutBusError as error:
             log.error("the worker loop around the handle ended: %s", error)
+
+    def _on_request(self, request: Request) -> None:
+        refusal = "the fleet of this run is one actor that a trainer holds; it can neither grow nor shrink"
+        self._refusing = asyncio.ensure_future(self._transitions.answer(request, refusal))
 
     def _on_lost(self, holder: str) -> None:
         log.error("the run has another fleet now (%s); this one ends", holder)

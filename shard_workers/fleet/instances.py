@@ -111,7 +111,10 @@ class Launcher:
     async def start(self, instance: Instance) -> None:
         """A fresh process in the instance's place, with its stack up; takes no groups yet."""
         spec = self._spec(instance)
-        self._spawn(instance)
+        try:
+            self._spawn(instance)
+        except Exception as error:
+            raise InstanceTroubleError(f"{instance.name}: Ray cannot make its process: {error}", dead=True) from None
         await self._ask(instance, "start", spec, timeout_s=self._config.fleet.startup_timeout_s)
 
     async def list_entries(self, instance: Instance) -> dict[str, list[str]]:

@@ -64,7 +64,13 @@ async def test_a_shard_is_seen_by_its_record_alone_and_by_its_work_alone(link: L
     await link.run([("HSET", KEYS.routes, "sort", "words", ":version", "1")])
     await add_group(link, "orphan")
     words, orphan = (await inspect_run(link, RUN)).shards
-    assert (words.shard, words.replicas, words.slots, words.lost, words.routes) == ("words", 3, 7, "no budget", ("sort",))
+    assert (words.shard, words.replicas, words.slots, words.lost, words.routes) == (
+        "words",
+        3,
+        7,
+        "no budget",
+        ("sort",),
+    )
     assert (words.unfinished, words.oldest_age_s) == (0, None)
     assert (orphan.shard, orphan.replicas, orphan.queued) == ("orphan", 0, 1)
 
@@ -75,7 +81,9 @@ async def test_a_record_that_is_none_is_taken_for_an_empty_one(link: Link) -> No
 
 
 async def test_dead_letters_of_strangers_are_listed_too(link: Link) -> None:
-    await link.run([("XADD", KEYS.dead, "*", "reason", "foreign", "detail", "no kind", "group", "x", "failure", b"\xc1")])
+    await link.run(
+        [("XADD", KEYS.dead, "*", "reason", "foreign", "detail", "no kind", "group", "x", "failure", b"\xc1")]
+    )
     (letter,) = await read_dead_letters(link, KEYS)
     assert (letter.batch, letter.group, letter.reason) == ("-", -1, "foreign: no kind")
     assert letter.failure is not None
@@ -87,7 +95,8 @@ async def test_dead_letters_of_strangers_are_listed_too(link: Link) -> None:
 async def test_all_dead_letters_are_read_and_the_newest_of_a_group_is_found(link: Link) -> None:
     words = ("reason", "r", "batch", "b", "payload", b"\xff" * 1000)
     ids = [
-        reply.decode() for reply in await link.run([("XADD", KEYS.dead, "*", "group", n % 13, *words) for n in range(25)])
+        reply.decode()
+        for reply in await link.run([("XADD", KEYS.dead, "*", "group", n % 13, *words) for n in range(25)])
     ]
     letters = await read_dead_letters(link, KEYS)
     assert [letter.entry for letter in letters] == ids
@@ -100,7 +109,23 @@ async def test_all_dead_letters_are_read_and_the_newest_of_a_group_is_found(link
 
 async def test_a_groups_life_is_read_over_many_events(link: Link) -> None:
     def event(kind: str, group: int) -> tuple[str | int, ...]:
-        return ("XADD", KEYS.events, "*", "kind", kind, "batch", "b", "group", group, "attempt", 1, "instance", "m", "detail", "")
+        return (
+            "XADD",
+            KEYS.events,
+            "*",
+            "kind",
+            kind,
+            "batch",
+            "b",
+            "group",
+            group,
+            "attempt",
+            1,
+            "instance",
+            "m",
+            "detail",
+            "",
+        )
 
     await link.run([event("published", 1)])
     await link.run([event("published", 2)] * 2500)

@@ -281,8 +281,9 @@ class Trainer:
 async def trainer(stack: Stack, take: int) -> AsyncIterator[Trainer]:
     order = {"url": stack.broker.url, "run": stack.run, "settings": stack.options, "groups": 10, "take": take}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.trainer_program", json.dumps(order), stdout=asyncio.subprocess.PIPE, cwd=ROOT
-    )
+        sys.executable, "-m", "tests.trainer_program", json.dumps(order),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=ROOT,
+    )  # fmt: skip
     try:
         yield Trainer(process)
     finally:

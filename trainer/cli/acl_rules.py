@@ -1,7 +1,8 @@
 """What each role may do on the broker, as `ACL SETUSER` rules for one run.
 
-A role may call scripts on the keys that its transitions name, and do with each family of keys exactly what those transitions and its
-reads do: that is what the selectors (in parentheses) are for, because the server checks a script's own calls too.
+A role may call scripts on the keys that its transitions name, and do with each family of keys exactly what those
+transitions and its reads do: that is what the selectors (in parentheses) are for, because the server checks a script's
+own calls too.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def main(arguments: list[str]) -> int:
     signal.set_wakeup_fd(noise)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, _wake)
-    inherited = [int(fd) for fd in os.environ["ROLLOUTBUS_GYM_FDS"].split(",")]
+    inherited = [int(fd) for fd in os.environ["ROLLOUTBUS_GYM_FDS"].split(",") if fd]
     child = subprocess.Popen(arguments[1:], stdin=subprocess.DEVNULL, pass_fds=inherited)
     # The host's end of the connection is the host's alone, or the worker would not see it close.
     for fd in inherited:

@@ -27,6 +27,9 @@ class ProbeEnvironment:
         self._config = config
         self._note("starting")
         await asyncio.sleep(config.get("start_s", 0.0))
+        # It is other processes that write there.
+        while len(events(self._folder, "started")) < config.get("after", 0):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
         if config.get("fail"):
             raise ForeignError(str(config["fail"]))
         for port in range(config["port_range_low"], config["port_range_high"]) if config.get("bind") else ():

@@ -43,7 +43,7 @@ async def test_scaling_up_and_down_in_a_batch_costs_no_row_and_repeats_none(
 ) -> None:
     fleet = start_fleet(fleet_config(valkey.url, tmp_path, [shard("math", row_s=0.05)], workers={"slots": 2}))
     first = fleet.status()[0].pid
-    async with open_batch(fleet, 200) as batch:
+    async with open_batch(fleet, 150) as batch:
         groups = aiter(batch)
         got = [await anext(groups)]
 
@@ -59,10 +59,10 @@ async def test_scaling_up_and_down_in_a_batch_costs_no_row_and_repeats_none(
         await asyncio.to_thread(fleet.scale, "math", 1)
         assert fleet.labels == {"math": ["math"]}
         got += [group async for group in groups]
-    assert sorted(group.group_index for group in got) == list(range(200))
+    assert sorted(group.group_index for group in got) == list(range(150))
     assert batch.counts.failed == 0
     assert set(runs(tmp_path).values()) == {1}, "what was finished was not run again"
-    assert len(runs(tmp_path)) == 200
+    assert len(runs(tmp_path)) == 150
 
 
 async def test_others_ask_for_scale_and_drain_over_the_broker(

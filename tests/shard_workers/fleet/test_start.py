@@ -85,7 +85,7 @@ def test_the_shard_that_fails_is_named_with_its_traceback_and_nothing_is_left(
     config = fleet_config(
         valkey.url,
         tmp_path,
-        [shard("one"), shard("two", replicas=2, fail="the {judge} is away", start_s=0.5), shard("three")],
+        [shard("one"), shard("two", replicas=2, fail="the {judge} is away", after=2), shard("three")],
     )
     with pytest.raises(ShardSetupError) as caught:
         ShardFleet.start(config)
@@ -94,7 +94,7 @@ def test_the_shard_that_fails_is_named_with_its_traceback_and_nothing_is_left(
     assert "ForeignError: the {judge} is away" in message
     assert "stacks.py" in message, "the traceback shows where"
     started = {pid for event in ("starting", "started") for _, pid, _ in events(tmp_path, event)}
-    assert len(started) == 4
+    assert len(started) >= 3, "the others were up, and one of the two came to its failure"
     assert not still_there(started)
     assert free_cpus() == 2.0
     assert keys_of(broker, config["rolloutbus"]["run"]) == set()

@@ -135,6 +135,20 @@ async def test_when_the_budget_is_spent_the_batch_ends_with_the_reason(
     assert fleet.labels == {"math": ["math/0"]}
 
 
+def test_an_instance_whose_label_is_taken_stops_itself_and_the_fleet_takes_it_back(
+    valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet, broker: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = start_fleet(fleet_config(valkey.url, tmp_path, [shard("math")]))
+    record = f"rolloutbus:{{{fleet.run}}}:instance:math"
+    wait_for(lambda: broker.exists(record) == 1)
+    broker.hset(record, "incarnation", "stranger")
+    wait_for(lambda: running(fleet, "math", 1))
+    assert "instance math) stopped because another process took its label" in caplog.text
+    wait_for(lambda: broker.hget(record, "pid") == str(pid_of(fleet, "math")))
+    kinds = {fields["kind"] for _, fields in broker.xrange(f"rolloutbus:{{{fleet.run}}}:events")}
+    assert kinds == {"instance-died", "instance-restarted"}
+
+
 def test_a_restart_that_fails_counts_too(
     valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,10 +6,10 @@ import asyncio
 import os
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-import redis
 from redis.exceptions import NoPermissionError
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.fleet_transitions import DONE, FleetTransitions, Published, Request, ask_fleet
@@ -21,7 +21,7 @@ from rolloutbus.trainer.cli.targets import connected, observer_settings
 
 from tests.servers import start_redis, start_valkey
 
-from .conftest import ROUTE, RUN, SHARD, InstanceThread, Stage, call, comes_true, rows_of, take
+from .conftest import ROUTE, RUN, SHARD, InstanceThread, Stage, call, comes_true, redis_at, rows_of, take
 
 SECRET = "its-own"
 
@@ -30,7 +30,7 @@ SECRET = "its-own"
 def server(request: pytest.FixtureRequest) -> Iterator[EmbeddedBroker]:
     """A broker with one user per role."""
     with request.param(tcp=True) as server:
-        with redis.Redis.from_url(server.url) as admin:
+        with redis_at(server.url) as admin:
             for role in ROLES:
                 admin.execute_command(*rule(RUN, role, SECRET))
         yield server
@@ -39,14 +39,14 @@ def server(request: pytest.FixtureRequest) -> Iterator[EmbeddedBroker]:
 @pytest.fixture
 def guarded_broker(server: EmbeddedBroker) -> Iterator[EmbeddedBroker]:
     yield server
-    with redis.Redis.from_url(server.url) as admin:
+    with redis_at(server.url) as admin:
         admin.flushall()
         admin.acl_log_reset()
 
 
 def refusals(broker: EmbeddedBroker) -> list[str]:
     """What the server refused to whom, but for what `doctor` asks and may do without."""
-    with redis.Redis.from_url(broker.url, decode_responses=True) as admin:
+    with redis_at(broker.url) as admin:
         entries: list[dict[str, str]] = admin.acl_log()
     return [f"{entry['username']} {entry['object']}" for entry in entries if entry["object"] != "config|get"]
 
@@ -55,8 +55,8 @@ def url_of(broker: EmbeddedBroker, role: str) -> str:
     return broker.url.replace(f":{broker.password}@", f"{user_name(RUN, role)}:{SECRET}@")
 
 
-def as_role(broker: EmbeddedBroker, role: str) -> redis.Redis:
-    return redis.Redis.from_url(url_of(broker, role), decode_responses=True)
+def as_role(broker: EmbeddedBroker, role: str) -> Any:
+    return redis_at(url_of(broker, role))
 
 
 def test_worker_trainer_and_observer_do_their_whole_work(
@@ -126,7 +126,8 @@ def test_each_role_is_refused_what_is_not_its_work(
 ) -> None:
     keys = Keys(RUN)
     names = {
-        "results": keys.results("trainer", SHARD), "groups": keys.groups(SHARD), "dead": keys.dead, "routes": keys.routes,
+        "results": keys.results("trainer", SHARD), "groups": keys.groups(SHARD), "dead": keys.dead,
+        "routes": keys.routes,
         "shards": keys.shards, "owner": keys.owner("trainer"), "batch": keys.batch("b"),
     }  # fmt: skip
     words = [names[word[1:-1]] if word.startswith("{") else word for word in command]
@@ -135,7 +136,9 @@ def test_each_role_is_refused_what_is_not_its_work(
 
 
 @pytest.mark.parametrize("role", list(ROLES))
-@pytest.mark.parametrize("command", [("FLUSHALL",), ("KEYS", "*"), ("ACL", "LIST"), ("SHUTDOWN",), ("SET", "foreign", "1")])
+@pytest.mark.parametrize(
+    "command", [("FLUSHALL",), ("KEYS", "*"), ("ACL", "LIST"), ("SHUTDOWN",), ("SET", "foreign", "1")]
+)
 def test_no_role_may_rule_the_server_or_touch_foreign_keys(
     guarded_broker: EmbeddedBroker, role: str, command: tuple[str, ...]
 ) -> None:
@@ -167,21 +170,22 @@ def test_a_fleet_does_its_whole_work_and_an_operator_asks_it(guarded_broker: Emb
     fleet_settings = BrokerSettings(url=url_of(guarded_broker, "fleet"))
     published = Published({ROUTE: SHARD}, {SHARD: ShardRecord()})
 
-    async def answer_one(fleet: FleetTransitions) -> None:
-        while not (requests := (await fleet.renew([SHARD], published.version)).requests):
-            await asyncio.sleep(0.01)
-        await fleet.answer(requests[0], DONE)
+    operators = observer_settings(url_of(guarded_broker, "operator"))
 
     async def work() -> None:
-        async with connected(fleet_settings) as link, connected(observer_settings(url_of(guarded_broker, "operator"))) as operator:
+        async with connected(fleet_settings) as link, connected(operators) as operator:
             fleet = FleetTransitions(link, keys, fleet_settings, "a test")
             await fleet.claim()
             await fleet.publish(published)
-            request = Request("1", f"scale:{SHARD}", 2)
-            await asyncio.gather(answer_one(fleet), ask_fleet(operator, keys, fleet_settings, request, 10.0))
-            thread = await asyncio.to_thread(InstanceThread, fleet_settings.url, SHARD, 1)
-            while not await link.run([("EXISTS", keys.instance(SHARD))]) == [1]:
-                await asyncio.sleep(0.01)
+            wish = Request("1", f"scale:{SHARD}", 2)
+            asked = asyncio.create_task(ask_fleet(operator, keys, fleet_settings, wish, 10.0))
+            with redis_at(guarded_broker.url) as admin:
+                await asyncio.to_thread(comes_true, lambda: admin.exists(keys.fleet_requests))
+                (request,) = (await fleet.renew([SHARD], published.version)).requests
+                await fleet.answer(request, DONE)
+                await asked
+                thread = await asyncio.to_thread(InstanceThread, fleet_settings.url, SHARD, 1)
+                await asyncio.to_thread(comes_true, lambda: admin.exists(keys.instance(SHARD)))
             await asyncio.to_thread(thread.stop)
             await fleet.bury(SHARD, SHARD, f"{SHARD}:gone", "gone")
             await fleet.remove([SHARD], [SHARD])

@@ -21,8 +21,8 @@ from rolloutbus.trainer.cli.diagnosis import (
 from .conftest import RUN, SHARD, Stage, call, comes_true, rows_of
 
 SOUND = {
-    "redis_version": "8.0.0", "uptime_in_seconds": "10", "aof_enabled": "1", "maxmemory_policy": "noeviction", "used_memory": "10",
-    "maxmemory": "1000",
+    "redis_version": "8.0.0", "uptime_in_seconds": "10", "aof_enabled": "1", "maxmemory_policy": "noeviction",
+    "used_memory": "10", "maxmemory": "1000",
 }  # fmt: skip
 CONFIG = {"timeout": "0", "appendfsync": "everysec"}
 SETTINGS = BrokerSettings()
@@ -96,7 +96,9 @@ def test_doctor_is_content_with_a_run_at_work(stage: Stage) -> None:
     comes_true(lambda: stage.status(batch, 0) == "running")
     findings = call("doctor", "--json").json["findings"]
     assert not [finding for finding in findings if finding["level"] == "wrong"]
-    assert {"server version", "persistence", "eviction policy", "memory headroom", "timeouts"} <= {f["check"] for f in findings}
+    assert {"server version", "persistence", "eviction policy", "memory headroom", "timeouts"} <= {
+        f["check"] for f in findings
+    }
     shown = call("doctor").out
     assert max(map(len, shown.splitlines())) <= 80
 

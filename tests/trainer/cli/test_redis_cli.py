@@ -1,4 +1,4 @@
-"""The README's section "Look at it with redis-cli": its very commands, on a half-finished batch, say what inspection says."""
+"""The README's "Look at it with redis-cli": its very commands, on a half-finished batch, say what inspection says."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import subprocess
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import redis
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.inspection import RunState, inspect_run
 from rolloutbus.trainer.cli.targets import connected, observer_settings
 
-from .conftest import ROUTE, RUN, SHARD, Stage, comes_true, rows_of, take
+from .conftest import ROUTE, RUN, SHARD, Stage, comes_true, redis_at, rows_of, take
 
 README = Path(__file__).parents[3] / "README.md"
 HEADING = "## Look at it with redis-cli"
@@ -49,7 +48,9 @@ class Shell:
         }  # fmt: skip
 
     def lines(self, command: str) -> list[str]:
-        done = subprocess.run(["bash", "-c", command], env=self._environment, capture_output=True, check=True, timeout=20)
+        done = subprocess.run(
+            ["bash", "-c", command], env=self._environment, capture_output=True, check=True, timeout=20
+        )
         return done.stdout.decode(errors="replace").splitlines()
 
     def pairs(self, command: str) -> dict[str, str]:
@@ -103,7 +104,9 @@ def test_only_the_payload_is_binary(stage: Stage) -> None:
     stage.instance(slots=1)
     batch = stage.batch(rows_of("wait"))
     comes_true(lambda: stage.status(batch, 0) == "running")
-    with redis.Redis.from_url(stage.url) as raw:
+    with redis_at(stage.url, decode=False) as raw:
         ((_, fields),) = raw.xrange(stage.keys.groups(SHARD), "-", "+", count=1)
-    binary = [name.decode() for name, value in fields.items() if not value.isascii() or not value.decode().isprintable()]
+    binary = [
+        name.decode() for name, value in fields.items() if not value.isascii() or not value.decode().isprintable()
+    ]
     assert binary == ["payload"]

@@ -10,15 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
 import pytest
-import redis
 
-from .conftest import call, comes_true
+from .conftest import call, comes_true, redis_at
 
 ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "-m", "rolloutbus.trainer.cli.app"]
@@ -72,10 +70,10 @@ class Program:
                 self._seen[child.pid] = child
         return True
 
-    def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
-        """As a terminal does: to everything in the session's foreground."""
+    def interrupt(self) -> None:
+        """Ctrl-C, as a terminal sends it: to everything in the session's foreground."""
         self.look()
-        os.killpg(self.process.pid, number)
+        os.killpg(self.process.pid, signal.SIGINT)
 
     def wait(self) -> tuple[int, str, str]:
         self.look()
@@ -89,7 +87,7 @@ class Program:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path: Path) -> Path:
     """A user's folder with a config, its functions, and rows of six prompts, one of which fails."""
     (tmp_path / "own_functions.py").write_text(FUNCTIONS)
     (tmp_path / "c.yaml").write_text(CONFIG)
@@ -97,7 +95,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     row: dict[str, Any] = {"responses_create_params": {"input": "1+1?"}, "agent_ref": {"name": "slow"}}
     rows = [{**row, "do": "fail" if prompt == 3 else "ok"} for prompt in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    yield tmp_path
+    return tmp_path
 
 
 def results(path: Path) -> list[dict[str, Any]]:
@@ -114,7 +112,16 @@ def until(condition: Any) -> None:
 
 def test_the_quickstart_gives_every_row_once_and_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
-    words = ("--config", "examples/quickstart.yaml", "--rows", "examples/rows.jsonl", "--num-generations", "8", "--out", str(out))
+    words = (
+        "--config",
+        "examples/quickstart.yaml",
+        "--rows",
+        "examples/rows.jsonl",
+        "--num-generations",
+        "8",
+        "--out",
+        str(out),
+    )
     with Program(ROOT, "run", *words, "--json") as program:
         until(lambda: program.look() and (out.exists() or program.process.poll() is not None))
         code, said, progress = program.wait()
@@ -197,11 +204,13 @@ def test_up_serves_scales_drains_and_ends_on_sigterm(folder: Path, monkeypatch: 
             label = shard["instances"][1]["label"]
             assert f"instance {label} of run exp7 is drained" in call("drain", label).out
             assert "math" in call("drain", "nobody", code=1).said
-            fleet.interrupt(signal.SIGTERM)
+            fleet.look()
+            # As a supervisor does: to the command, which ends its own processes itself.
+            fleet.process.send_signal(signal.SIGTERM)
             code, _, said = fleet.wait()
             assert code == 143, said
             fleet.nothing_is_left()
-        with redis.Redis.from_url(url) as client:
+        with redis_at(url) as client:
             comes_true(lambda: not client.keys("rolloutbus:{exp7}:[!e]*"))
         broker.interrupt()
         assert broker.wait()[0] == 130

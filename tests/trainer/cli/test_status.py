@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import BatchCancelledError
 
 from .conftest import RUN, SHARD, Stage, call, comes_true, rows_of, take
@@ -47,8 +48,8 @@ def test_status_tells_no_secret(stage: Stage) -> None:
     assert not [secret for secret in secrets if secret in shown]
 
 
-def test_status_of_an_empty_broker_says_so(broker: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("REDIS_URL", broker.url)  # type: ignore[attr-defined]
+def test_status_of_an_empty_broker_says_so(broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", broker.url)
     assert "no run" in call("status").out
     assert call("status", "--json").json == {"runs": []}
 
@@ -57,8 +58,8 @@ def test_unknown_run_lists_those_there_are(stage: Stage) -> None:
     assert f"there are: {RUN}" in call("status", "--run", "exp2", code=2).said
 
 
-def test_unreachable_broker_is_one_line_and_no_stack(unused_tcp_port: int = 1) -> None:
-    said = call("status", "--broker-url", f"redis://:secret@127.0.0.1:{unused_tcp_port}/0", code=1)
+def test_unreachable_broker_is_one_line_and_no_stack() -> None:
+    said = call("status", "--broker-url", "redis://:secret@127.0.0.1:1/0", code=1)
     assert "cannot reach the broker" in said.err
     assert "secret" not in said.err
     assert "Traceback" not in said.err

@@ -1,0 +1,128 @@
+"""genrm_compare, which scores siblings against each other and waits for ever for one that never comes, on two replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import AsyncExitStack
+from typing import Any
+
+import psutil
+from rolloutbus.broker.embedded import EmbeddedBroker
+from rolloutbus.trainer import CompletedGroup
+
+from tests.nemo_gym.support import HERE, ROOT, Held, Model, Row, gym_config, still_there, tree_of
+from tests.stacks import Stack, stack_on
+
+SIBLINGS = 4
+LAST = 0.75
+
+
+class Replica:
+    """A worker process with its stack; its ports are its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process, tree: list[psutil.Process]) -> None:
+        self.process = process
+        self.tree = tree
+
+    @classmethod
+    async def start(cls, stack: Stack, model: Model, number: int) -> Replica:
+        ports = (21_500 + 100 * number, 21_600 + 100 * number)
+        order = {
+            "config": gym_config(model, str(HERE / "genrm.yaml"), ports=ports, judge_url=model.url),
+            "broker": stack.settings.model_dump(), "run": stack.run, "shard": "judge", "label": f"judge/{number}",
+            "worker": {"commit": "group", "retry_backoff_s": 0.01, "slots": 2},
+        }  # fmt: skip
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.nemo_gym.worker_program", json.dumps(order),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=ROOT,
+        )  # fmt: skip
+        assert process.stdout is not None
+        started = json.loads(await process.stdout.readline())
+        return cls(process, tree_of(started["supervisor"]))
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+        assert still_there(self.tree) == []
+
+    async def stop(self) -> None:
+        if self.process.returncode is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            await self.process.wait()
+            assert still_there(self.tree) == []
+
+
+def rows_to_compare(prompts: int) -> list[Row]:
+    return [
+        {
+            "responses_create_params": {
+                "input": [{"role": "user", "content": f"Which is better? Question {prompt}"}],
+                "temperature": sibling / SIBLINGS,
+            },
+            "agent_ref": {"name": "genrm_agent"},
+            "_ng_task_index": 0,
+            "_ng_rollout_index": sibling,
+        }
+        for prompt in range(prompts)
+        for sibling in range(SIBLINGS)
+    ]
+
+
+def check_scored_once(groups: list[Any], prompts: int) -> None:
+    """Each group came once, from one instance and one attempt, with the sum of rewards that a comparison among all four gives."""
+    assert sorted(group.group_index for group in groups) == list(range(prompts))
+    for group in groups:
+        assert isinstance(group, CompletedGroup), group
+        assert len(set(group.origins)) == 1
+        assert len({result["reward"] for result in group.results}) > 0
+
+
+async def test_groups_meet_on_two_replicas_and_a_killed_workers_group_is_scored_once_by_one_attempt(
+    model: Model, broker: EmbeddedBroker
+) -> None:
+    """Three siblings of a group have arrived at the verifier when the worker dies; the other replica must not wait for them."""
+    async with AsyncExitStack() as ends, stack_on(broker) as stack:
+        stack.host({"judge": {"replicas": 2, "commit": "group"}}, {"genrm_agent": "judge"})
+        replicas = await asyncio.gather(*(Replica.start(stack, model, number) for number in range(2)))
+        for replica in replicas:
+            ends.push_async_callback(replica.stop)
+        client = await stack.connected()
+        async with client.run_groups(rows_to_compare(6), SIBLINGS) as batch:
+            groups = [group async for group in batch]
+        check_scored_once(groups, 6)
+        assert {origin.instance for group in groups for origin in group.origins} == {"judge/0", "judge/1"}
+
+        judged = asyncio.Semaphore(0)
+        loop = asyncio.get_running_loop()
+        held = Held(lambda request: request.get("temperature") == LAST)
+
+        def watch(path: str, request: Any) -> None:
+            # A sibling is compared with those that came before it, so three siblings mean at least two comparisons.
+            if path == "/v1/responses":
+                loop.call_soon_threadsafe(judged.release)
+            held(path, request)
+
+        model.reset(watch)
+        async with client.run_groups(rows_to_compare(1), SIBLINGS) as batch:
+            waiting = asyncio.ensure_future(anext(batch))
+            for _ in range(2):
+                await judged.acquire()
+            label = await holder(stack)
+            await replicas[int(label[-1])].kill()
+            held.release()
+            group = await waiting
+        check_scored_once([group], 1)
+        assert isinstance(group, CompletedGroup)
+        assert {origin.instance for origin in group.origins} == {f"judge/{1 - int(label[-1])}"}
+        assert {origin.attempt for origin in group.origins} == {2}
+        for replica in replicas:
+            await replica.stop()
+
+
+async def holder(stack: Stack) -> str:
+    """The instance that took the newest group."""
+    _, newest = [(entry, fields) for entry, fields in stack.redis.xrange(stack.keys.events) if fields[b"kind"] == b"taken"][-1]
+    return newest[b"instance"].decode()
