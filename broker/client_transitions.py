@@ -175,7 +175,7 @@ class ClientTransitions:
     async def handed(self, batch: str, shard: str, groups: Sequence[int], entries: Sequence[str], size: int) -> str:
         """The trainer has these groups; their result entries go."""
         command = SCRIPTS["handed"].call(
-            [self._keys.batch(batch), self._keys.results(self.client, shard), self._keys.groups(shard)],
+            [self._keys.batch(batch), self._keys.results(self.client, shard), self._keys.groups(shard), self._keys.events],
             self.incarnation,
             size,
             ",".join(map(str, groups)),
@@ -195,6 +195,11 @@ class ClientTransitions:
             int(timeout_s * 1000), failure.packed(),
         )  # fmt: skip
         return (await run_step(self._runner, command))[0][0].decode()
+
+    async def set_aside(self, shard: str, entry: str, reason: str) -> None:
+        """Move a stranger's entry from a results stream to the dead letters."""
+        keys = [self._keys.results(self.client, shard), self._keys.dead, self._keys.events]
+        await run_step(self._runner, SCRIPTS["set_aside"].call(keys, entry, reason))
 
     async def close(self, batch: str, queued: Mapping[str, Sequence[str]]) -> Books | None:
         """End the batch: its keys go, what was queued is dropped. None: it was gone already. `queued`: entry ids per

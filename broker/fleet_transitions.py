@@ -133,7 +133,7 @@ class FleetTransitions:
         await run_step(self._runner, command)
 
     async def remove(self, shards: Sequence[str], labels: Sequence[str]) -> int:
-        """Take the fleet's keys off the broker, unless another fleet has the run now; the number of shards whose
+        """Take the fleet's keys off the broker, but for those that another fleet has now; the number of shards whose
         streams still hold work.
         """
         reply = await self._call("fleet_remove", self._all_keys(shards), self._keys.prefix, *labels)

@@ -15,6 +15,10 @@ from .channel import Arg, Buffer, Payload
 from .errors import DecodeError, RolloutBusError
 
 
+# Far more than any prompt group has; a number from a stranger must not become memory.
+_MOST_ROWS = 1 << 20
+
+
 class ForeignEntryError(RolloutBusError, ValueError):
     """An entry that no rolloutbus process wrote, or that somebody changed."""
 
@@ -123,6 +127,8 @@ def parse_result(entry: bytes, fields: Sequence[bytes] | None) -> ResultEntry:
             )
         if kind == "failed":
             first, count = int(words[b"first_row"]), int(words[b"rows"])
+            if not 0 < count <= _MOST_ROWS:
+                raise ForeignEntryError(f"entry {entry.decode()} on a results stream says that a group has {count} rows")
             indices = tuple(range(first, first + count))
         elif kind == "rows":
             indices = tuple([int(word) for word in words[b"row_indices"].split(b",")])

@@ -21,11 +21,13 @@ class MissingRowsError(BatchError):
 class PromptGroupAccumulator:
     """Collects results of a batch in any order; groups complete in completion order, their results in input order.
 
-    `rows` are the batch's N rows in input order, N a multiple of `num_generations`. `add` raises `RowTypeError` for an index that is
-    no integer, `RowError` for one outside 0..N-1, for a repeated row, and for a result that is None.
+    `rows` are the batch's N rows in input order, N a multiple of `num_generations`. `add` raises `RowTypeError` for an
+    index that is no integer, `RowError` for one outside 0..N-1, for a repeated row, and for a result that is None.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], num_generations: int, allow_mixed_routes: bool = False) -> None:
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], num_generations: int, allow_mixed_routes: bool = False
+    ) -> None:
         if num_generations <= 0 or not rows or len(rows) % num_generations:
             raise RowError(f"{len(rows)} rows cannot be cut into groups of {num_generations}")
         self._rows = rows

@@ -1,7 +1,7 @@
 """One batch on its way back: rows become groups, groups are handed on in completion order, books are kept.
 
-A row counts once, whatever comes again after a broker's restart. A group's entries stay on the broker until the trainer asks for what
-comes after it, so that a trainer that dies gets it again.
+A row counts once, whatever comes again after a broker's restart. A group's entries stay on the broker until the trainer
+asks for what comes after it, so that a trainer that dies gets it again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _LEFT_AT_ONCE = 500
 
 @dataclass(slots=True)
 class Sink:
-    """Where a batch's outcomes go. `on_row(row_index, result, group it completes or None)` is called as rows come, where rows are wanted."""
+    """Where a batch's outcomes go. `on_row(row_index, result, group it completes or None)` is called as rows come,
+    where rows are wanted.
+    """
 
     on_group: Callable[[GroupOutcome], None]
     on_error: Callable[[BaseException], None]
@@ -58,7 +60,9 @@ class Handover:
 
 
 class BatchCollection:
-    """Collects the batch `batch`: `rows` in input order, groups of `num_generations`, `shards[group]` the shard of each."""
+    """Collects the batch `batch`: `rows` in input order, groups of `num_generations`, `shards[group]` the shard of
+    each.
+    """
 
     def __init__(
         self, batch: str, rows: Sequence[dict[str, Any]], num_generations: int, shards: Sequence[str], sink: Sink
@@ -107,7 +111,9 @@ class BatchCollection:
             self._sink.on_error(BatchCancelledError(f"batch {self.batch} was cancelled by an operator: {reason}"))
             return []
         if not 0 <= entry.group < self.groups:
-            raise ForeignEntryError(f"entry {entry.entry} names group {entry.group} of batch {self.batch}, which has {self.groups}")
+            raise ForeignEntryError(
+                f"entry {entry.entry} names group {entry.group} of batch {self.batch}, which has {self.groups}"
+            )
         self._check_rows(entry)
         if entry.group in self._handed:
             # It came again after the broker lost its deletion, and counts as unread there.
@@ -125,7 +131,9 @@ class BatchCollection:
 
     def _check_rows(self, entry: ResultEntry) -> None:
         mine = range(entry.group * self._size, (entry.group + 1) * self._size)
-        if any(index not in mine for index in entry.row_indices) or len(set(entry.row_indices)) < len(entry.row_indices):
+        if any(index not in mine for index in entry.row_indices) or len(set(entry.row_indices)) < len(
+            entry.row_indices
+        ):
             raise ForeignEntryError(
                 f"entry {entry.entry} names rows {entry.row_indices} of group {entry.group} of batch {self.batch}, "
                 f"which has rows {mine.start} to {mine.stop - 1}"
@@ -139,7 +147,9 @@ class BatchCollection:
                 raise DecodeError(f"it holds {len(results)} results for {len(entry.row_indices)} rows")
             self.timing.note(entry.instance, entry.timing)
         except (DecodeError, ForeignEntryError) as error:
-            self._sink.on_error(BatchError(f"the results of group {entry.group} (entry {entry.entry}) cannot be read: {error}"))
+            self._sink.on_error(
+                BatchError(f"the results of group {entry.group} (entry {entry.entry}) cannot be read: {error}")
+            )
             return
         for row_index, result in zip(entry.row_indices, results, strict=True):
             self._add_row(row_index, result, origin, incoming)
@@ -207,6 +217,9 @@ class BatchCollection:
 
     def _handover(self, shard: str, groups: list[int]) -> Handover:
         entries: Mapping[str, int] = {
-            entry: size for group in groups if group in self._incoming for entry, size in self._incoming.pop(group).entries.items()
+            entry: size
+            for group in groups
+            if group in self._incoming
+            for entry, size in self._incoming.pop(group).entries.items()
         }
         return Handover(self.batch, shard, groups, list(entries), sum(entries.values()))

@@ -22,8 +22,8 @@ class SourceFailedError(RolloutBusError, RuntimeError):
 async def merge_shard_streams(streams: Mapping[str, AsyncIterator[Item]]) -> AsyncGenerator[Item, None]:
     """Yield the items of all `streams` (`{instance label: async iterator}`) as they complete.
 
-    Raises `SourceFailedError` naming the stream that failed. Closed early, failing or cancelled, it cancels what is pending and
-    closes every source before it returns.
+    Raises `SourceFailedError` naming the stream that failed. Closed early, failing or cancelled, it cancels what is
+    pending and closes every source before it returns.
     """
     pending: dict[asyncio.Future[Item], str] = {}
     # Each task reports itself here when it is done, so that their order is that of completion.

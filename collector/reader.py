@@ -1,7 +1,8 @@
-"""One reader per client: it reads all its result streams with one XREAD, merges in completion order, and feeds the batches.
+"""One reader per client: it reads all its result streams with one XREAD, merges in completion order, and feeds the
+batches.
 
-Entries are read, not taken: they stay on the broker until their group has been handed over. After a broker's restart everything is
-read again from the start; what was seen is dropped by the batches.
+Entries are read, not taken: they stay on the broker until their group has been handed over. After a broker's restart
+everything is read again from the start; what was seen is dropped by the batches.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ MAX_ENTRIES_HANDED = 1000
 
 
 class Collector:
-    """Reads for the client of `transitions`. `on_restart` is called when the broker that answers is another process than before."""
+    """Reads for the client of `transitions`. `on_restart` is called when the broker that answers is another process
+    than before.
+    """
 
     def __init__(
         self,
@@ -171,7 +174,9 @@ class Collector:
             return self._channel
         if self._channel is not None:
             await self._channel.close()
-        self._channel = await Channel.open(self._settings, f"collector:{self._transitions.client}", self._settings.block_s + 2.0)
+        self._channel = await Channel.open(
+            self._settings, f"collector:{self._transitions.client}", self._settings.block_s + 2.0
+        )
         run_id = self._channel.hello.run_id
         if self._run_id and run_id != self._run_id:
             log.warning("the broker was restarted; reading all results again and looking for what is missing")
@@ -192,12 +197,18 @@ class Collector:
                 size += len(entry.payload)
                 self._feed(shard, entry, strangers)
             except ForeignEntryError as error:
-                log.error("an entry is not one of ours and is deleted: %s", error)
-                self._let_go([Handover("-", shard, [], [entry_id.decode()], 0)])
+                await self._set_aside(shard, entry_id.decode(), str(error))
         if entries:
             self._entry_bytes = 0.5 * self._entry_bytes + 0.5 * max(256.0, size / len(entries))
         if strangers:
             await self._drop_left_over(strangers)
+
+    async def _set_aside(self, shard: str, entry: str, reason: str) -> None:
+        log.error("set aside to the dead letters: %s", reason)
+        try:
+            await self._transitions.set_aside(shard, entry, reason)
+        except RolloutBusError as error:
+            log.warning("entry %s stays on the results stream of shard %s (%s)", entry, shard, error)
 
     def _feed(self, shard: str, entry: ResultEntry, strangers: dict[str, list[tuple[str, str]]]) -> None:
         batch = self._batches.get(entry.batch)
@@ -235,14 +246,20 @@ class Collector:
                 handover.batch, handover.shard, handover.groups, handover.entries, handover.size
             )
         except RolloutBusError as error:
-            log.warning("could not acknowledge %d entries of batch %s (%s)", len(handover.entries), handover.batch, error)
+            log.warning(
+                "could not acknowledge %d entries of batch %s (%s)", len(handover.entries), handover.batch, error
+            )
             return
         batch = self._batches.get(handover.batch)
         if status == "not-owner" and batch is not None:
-            batch.error(OwnershipLostError(f"another process holds client {self._transitions.client!r} now; this one ends"))
+            batch.error(
+                OwnershipLostError(f"another process holds client {self._transitions.client!r} now; this one ends")
+            )
 
     async def _interrupt(self) -> None:
-        """End a blocked read so that the next one sees the new streams and cursors; repeated, because it races with its begin."""
+        """End a blocked read so that the next one sees the new streams and cursors; repeated, because it races with its
+        begin.
+        """
         read = self._reads
         while self._reading and self._reads == read and self._channel is not None and not self._channel.broken:
             await self._link.run([("CLIENT", "UNBLOCK", self._channel.hello.client_id)])

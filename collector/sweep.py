@@ -1,7 +1,8 @@
-"""Looking after what a batch waits for: deadlines, shards without an instance, groups that vanished, and a word about each stall.
+"""Looking after what a batch waits for: deadlines, shards without an instance, groups that vanished, and a word about
+each stall.
 
-No wait is silent or endless: every group that is still out is either running under a lease, due at a known time, or ended here with
-a reason. Absence counts only while this process was connected.
+No wait is silent or endless: every group that is still out is either running under a lease, due at a known time, or
+ended here with a reason. Absence counts only while this process was connected.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ log = logging.getLogger("rolloutbus.collector")
 
 _ENDED = frozenset({"done", "handed", "failed"})
 _SHOWN = 5
+_DOUBTED_AT_ONCE = 64
+# After so many sweeps' time without a look, nothing is known of what was in between.
+_LOOKS_MISSED = 3
 
 
 class GroupState(NamedTuple):
@@ -45,7 +49,8 @@ class Watched:
     collection: BatchCollection
     groups: Sequence[OutgoingGroup]
     entries: Mapping[int, str]
-    # Whether the broker that answers now has been told of this batch: not before it is opened, nor while a restarted one may have lost it.
+    # Whether the broker that answers now has been told of this batch: not before it is opened, nor while a restarted
+    # one may have lost it.
     is_there: Callable[[], bool] = lambda: True
     ended_since: dict[int, float] = field(default_factory=dict[int, float])
     warned: float = 0.0
@@ -70,7 +75,7 @@ class Sweeper:
         self._keys = keys
         self._link = link
         self._transitions = transitions
-        self._absent_since: dict[str, float] = {}
+        self._absent_since: dict[str, tuple[float, float]] = {}
 
     async def sweep(self, watched: Watched) -> None:
         """Look once at every group that is still out, and end those that nobody will bring."""
@@ -79,20 +84,26 @@ class Sweeper:
         if not out:
             return
         replies = await self._link.run(
-            [("TIME",), ("HMGET", self._keys.batch(batch), "state", *(f"g:{group}" for group in out)), ("HGETALL", self._keys.shards)]
+            [
+                ("TIME",),
+                ("HMGET", self._keys.batch(batch), "state", *(f"g:{group}" for group in out)),
+                ("HGETALL", self._keys.shards),
+            ]
         )
         now_ms = int(replies[0][0]) * 1000 + int(replies[0][1]) // 1000
         if not watched.is_there():
             return
         if replies[1][0] is None:
-            watched.collection.error(UnknownBatchError(f"batch {batch} is gone from the broker; somebody deleted or closed it"))
+            watched.collection.error(
+                UnknownBatchError(f"batch {batch} is gone from the broker; somebody deleted or closed it")
+            )
             return
         states = [parse_state(group, raw) for group, raw in zip(out, replies[1][1:], strict=True) if raw]
         records = _records(replies[2])
         alive = await self._alive(records)
         await self._expire_late(watched, states, records, now_ms)
         await self._expire_unhosted(watched, states, records, alive)
-        await self._expire_vanished(watched, states)
+        await self._expire_vanished(watched, states, alive)
         self._warn_of_stall(watched, states, alive)
 
     async def _alive(self, records: Mapping[str, ShardRecord]) -> dict[str, list[str]]:
@@ -117,11 +128,17 @@ class Sweeper:
             # The worker ends its own group on time; one lease later nobody else will.
             limit = (record.group_timeout_s if record else 3600.0) + self._settings.lease_s
             if state.status not in _ENDED and state.first_take_ms and now_ms - state.first_take_ms > limit * 1000:
-                failure = Failure("infra", "DeadlineExceededError", f"not finished within {limit:g} s, last held by {state.instance}")
+                failure = Failure(
+                    "infra", "DeadlineExceededError", f"not finished within {limit:g} s, last held by {state.instance}"
+                )
                 await self._expire(watched, state, "deadline", limit, failure)
 
     async def _expire_unhosted(
-        self, watched: Watched, states: Iterable[GroupState], records: Mapping[str, ShardRecord], alive: Mapping[str, Sequence[str]]
+        self,
+        watched: Watched,
+        states: Iterable[GroupState],
+        records: Mapping[str, ShardRecord],
+        alive: Mapping[str, Sequence[str]],
     ) -> None:
         for shard in {watched.groups[state.group].shard for state in states}:
             if alive.get(shard):
@@ -129,36 +146,61 @@ class Sweeper:
                 continue
             record = records.get(shard)
             if record and record.lost:
-                watched.collection.error(NoInstanceError(f"shard {shard} has no instance left and gets none: {record.lost}"))
+                watched.collection.error(
+                    NoInstanceError(f"shard {shard} has no instance left and gets none: {record.lost}")
+                )
                 continue
             if not self._link.watched_for(self._settings.lease_s):
                 self._absent_since.pop(shard, None)
                 continue
-            absent = time.monotonic() - self._absent_since.setdefault(shard, time.monotonic())
+            absent = self._absent_for(shard)
             if absent < self._settings.no_instance_timeout_s:
                 continue
-            failure = Failure("infra", "NoInstanceError", f"no live instance of shard {shard} for {absent:.0f} s; is its fleet up?")
+            failure = Failure(
+                "infra", "NoInstanceError", f"no live instance of shard {shard} for {absent:.0f} s; is its fleet up?"
+            )
             for state in states:
-                if watched.groups[state.group].shard == shard and state.status not in _ENDED and state.status != "running":
+                if (
+                    watched.groups[state.group].shard == shard
+                    and state.status not in _ENDED
+                    and state.status != "running"
+                ):
                     await self._expire(watched, state, "no_instance", 0, failure)
 
-    async def _expire_vanished(self, watched: Watched, states: Sequence[GroupState]) -> None:
-        """A group whose entry was deleted by hand is met by nobody any more; a done one without results neither."""
+    def _absent_for(self, shard: str) -> float:
+        """Seconds since this shard was first found without an instance, looked at again and again since."""
+        now = time.monotonic()
+        since, looked = self._absent_since.get(shard, (now, now))
+        if now - looked > _LOOKS_MISSED * self._settings.sweep_every_s:
+            since = now
+        self._absent_since[shard] = (since, now)
+        return now - since
+
+    async def _expire_vanished(
+        self, watched: Watched, states: Sequence[GroupState], alive: Mapping[str, Sequence[str]]
+    ) -> None:
+        """A group whose entry was deleted by hand is met by nobody any more, unless somebody still runs it; a done one
+        without results neither.
+        """
         quiet = time.monotonic() - watched.collection.last_progress
         if quiet < self._settings.sweep_every_s:
             return
         for shard in dict.fromkeys(watched.groups[state.group].shard for state in states):
             mine = [state for state in states if watched.groups[state.group].shard == shard]
-            out = [state for state in mine if state.status not in _ENDED]
+            held = alive.get(shard, ())
+            out = [s for s in mine if s.status not in _ENDED and not (s.status == "running" and s.instance in held)]
             stream = self._keys.groups(shard)
-            # The entries themselves carry payloads; they are asked for only when the stream is too short to hold them all.
-            if out and (await self._link.run([("XLEN", stream)]))[0] < len(out):
-                await self._expire_deleted(watched, out[:64], stream)
+            # Looking for an entry costs the broker its payload, so only where there is a reason to doubt.
+            doubtful = quiet > self._settings.stall_warning_s
+            if out and (doubtful or (await self._link.run([("XLEN", stream)]))[0] < len(out)):
+                await self._expire_deleted(watched, out[:_DOUBTED_AT_ONCE], stream)
         if quiet > self._settings.lease_s and self._link.watched_for(self._settings.lease_s):
             self._fail_without_results(watched, states)
 
     def _fail_without_results(self, watched: Watched, states: Sequence[GroupState]) -> None:
-        """What ended on the broker is read within moments, unless its results are gone; but at this moment it may just have ended."""
+        """What ended on the broker is read within moments, unless its results are gone; but at this moment it may just
+        have ended.
+        """
         ended = [state for state in states if state.status in _ENDED]
         for group in watched.ended_since.keys() - {state.group for state in ended}:
             del watched.ended_since[group]
@@ -170,20 +212,30 @@ class Sweeper:
     async def _expire_deleted(self, watched: Watched, states: Sequence[GroupState], stream: str) -> None:
         for state in states:
             entry = state.entry if state.entry != "-" else watched.entries.get(state.group, "-")
-            if entry != "-" and not (await self._link.run([("XRANGE", stream, entry, entry)]))[0]:
-                failure = Failure("infra", "EntryDeletedError", f"its entry {entry} was deleted from {stream} by somebody else")
+            if entry != "-":
+                # The broker looks for itself, and does nothing where it finds the entry.
+                failure = Failure(
+                    "infra", "EntryDeletedError", f"its entry {entry} was deleted from {stream} by somebody else"
+                )
                 await self._expire(watched, state, "vanished", 0, failure)
 
     def _results_lost(self, watched: Watched, state: GroupState) -> None:
         message = "the broker says it ended, but its results are not on the stream; somebody deleted them"
-        watched.collection.fail(state.group, Failure("infra", "ResultsLostError", message, "", state.instance, state.attempt))
+        watched.collection.fail(
+            state.group, Failure("infra", "ResultsLostError", message, "", state.instance, state.attempt)
+        )
 
-    async def _expire(self, watched: Watched, state: GroupState, reason: str, timeout_s: float, failure: Failure) -> None:
+    async def _expire(
+        self, watched: Watched, state: GroupState, reason: str, timeout_s: float, failure: Failure
+    ) -> None:
         group = watched.groups[state.group]
-        log.error("batch %s group %s: %s", group.batch, group.group, failure.message)
-        await self._transitions.expire(group.shard, group, watched.entries.get(state.group, ""), reason, timeout_s, failure)
+        entry = watched.entries.get(state.group, "")
+        if await self._transitions.expire(group.shard, group, entry, reason, timeout_s, failure) == "dead":
+            log.error("batch %s group %s: %s", group.batch, group.group, failure.message)
 
-    def _warn_of_stall(self, watched: Watched, states: Sequence[GroupState], alive: Mapping[str, Sequence[str]]) -> None:
+    def _warn_of_stall(
+        self, watched: Watched, states: Sequence[GroupState], alive: Mapping[str, Sequence[str]]
+    ) -> None:
         collection = watched.collection
         quiet = time.monotonic() - max(collection.last_progress, watched.warned)
         if quiet < self._settings.stall_warning_s:
@@ -205,11 +257,17 @@ def describe_wait(watched: Watched, states: Sequence[GroupState], alive: Mapping
         if running:
             words.append(f"running: {', '.join(running[:_SHOWN])}{' …' if len(running) > _SHOWN else ''}")
         if queued:
-            words.append(f"not taken: {len(queued)} groups ({', '.join(queued[:_SHOWN])}{' …' if len(queued) > _SHOWN else ''})")
+            words.append(
+                f"not taken: {len(queued)} groups ({', '.join(queued[:_SHOWN])}{' …' if len(queued) > _SHOWN else ''})"
+            )
         parts.append("; ".join(words))
     return f"nothing came for {quiet:.0f} s, waiting for " + " | ".join(parts)
 
 
 def _records(flat: Sequence[Any]) -> dict[str, ShardRecord]:
     pairs = iter(flat)
-    return {name.decode(): record for name, raw in zip(pairs, pairs, strict=True) if (record := parse_record(raw)) is not None}
+    return {
+        name.decode(): record
+        for name, raw in zip(pairs, pairs, strict=True)
+        if (record := parse_record(raw)) is not None
+    }

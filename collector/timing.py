@@ -1,6 +1,7 @@
 """Rolling the instances' times up into a batch's metrics; all metric names of a batch stand here.
 
-Instances run side by side and the step waits for the slowest, so a rolled-up duration is the maximum. Percentages come from totals.
+Instances run side by side and the step waits for the slowest, so a rolled-up duration is the maximum. Percentages come
+from totals.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ COUNTERS = ("duplicate_rows", "stale_writes", "redeliveries", "retries", "dead_g
 def merge_timing_metrics(timing_by_instance: Mapping[str, Mapping[str, float]], timer_prefix: str) -> dict[str, float]:
     """Merge what instances report, `{label: {"{prefix}/{name}": seconds or percent}}`, into one flat dict.
 
-    One instance: exactly what it reported. Several: each number under `{prefix}/shard/{label}/{name}`, and their maximum under
-    `{prefix}/{name}`.
+    One instance: exactly what it reported. Several: each number under `{prefix}/shard/{label}/{name}`, and their
+    maximum under `{prefix}/{name}`.
     """
     if len(timing_by_instance) == 1:
         return dict(next(iter(timing_by_instance.values())))
@@ -48,7 +49,9 @@ def percentage(part: float, rest: float) -> float:
 
 
 class TimingLedger:
-    """What each instance said of one batch. A restarted instance counts from zero again, so totals are kept per incarnation."""
+    """What each instance said of one batch. A restarted instance counts from zero again, so totals are kept per
+    incarnation.
+    """
 
     def __init__(self) -> None:
         self._totals: dict[str, dict[str, dict[str, float]]] = {}

@@ -1,7 +1,8 @@
-"""Publishing a batch: groups are encoded one by one and written together, each shard at its own pace, then the batch is sealed.
+"""Publishing a batch: groups are encoded one by one and written together, each shard at its own pace, then the batch is
+sealed.
 
-A group is on its stream at most once, whatever is sent again. Publishing waits while a shard's queue, or the broker's memory, is
-over its bound; an empty queue admits one group of any size. The wait says its name.
+A group is on its stream at most once, whatever is sent again. Publishing waits while a shard's queue, or the broker's
+memory, is over its bound; an empty queue admits one group of any size. The wait says its name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from .rows import PromptGroup
 
 log = logging.getLogger("rolloutbus.producer")
 
-# One write holds about this much: enough that a round trip costs little per group, little enough that work begins at once.
+# One write holds about this much: enough that a round trip costs little per group, little enough that work begins at
+# once.
 WRITE_BYTES = 256 * 1024
 WRITE_GROUPS = 64
 FIRST_WRITE_GROUPS = 2
@@ -61,8 +63,10 @@ class Publication:
 
     @property
     def layout(self) -> str:
-        """Where each group goes, as JSON runs `[shard, route, how many]`, so that a client that comes back can go on."""
-        runs = [[shard, route, len(list(same))] for (shard, route), same in itertools.groupby(self.groups, _destination)]
+        """Where each group goes, as JSON runs `[shard, route, how many]`, for a client that comes back and goes on."""
+        runs = [
+            [shard, route, len(list(same))] for (shard, route), same in itertools.groupby(self.groups, _destination)
+        ]
         return json.dumps(runs, separators=(",", ":"))
 
     @property
@@ -83,8 +87,8 @@ def encode_group(batch: str, group: PromptGroup, max_bytes: int) -> OutgoingGrou
     payload = Payload.of(codec.encode_rows(rows, first_row=group.first_row))
     if payload.size > max_bytes:
         raise PayloadTooLargeError(
-            f"the group that begins at row {group.first_row} is {payload.size} bytes, above max_payload_bytes ({max_bytes}); "
-            "send less per row, or raise rolloutbus.broker.max_payload_bytes"
+            f"the group that begins at row {group.first_row} is {payload.size} bytes, above max_payload_bytes "
+            f"({max_bytes}); send less per row, or raise rolloutbus.broker.max_payload_bytes"
         )
     return OutgoingGroup(batch, group.index, group.shard, group.route, len(group.rows), group.first_row, payload)
 
@@ -100,7 +104,7 @@ class Producer:
         self._memory_checked = 0.0
 
     async def publish(self, publication: Publication) -> None:
-        """Open the batch, publish all its groups, seal it. May be called again after a lost reply: what is there stays."""
+        """Open the batch, publish all its groups, seal it. May be called again: what is there stays."""
         await self._open(publication)
         await self._publish_groups(publication, publication.groups)
         await self._seal(publication, as_it_is=False)
@@ -192,7 +196,9 @@ class Producer:
         self._memory_checked = now
         ratio = self._settings.memory_high_ratio
         if not await self._room(ratio):
-            await self._wait(publication, f"the broker's memory is over {ratio:.0%} of maxmemory", lambda: self._room(ratio))
+            await self._wait(
+                publication, f"the broker's memory is over {ratio:.0%} of maxmemory", lambda: self._room(ratio)
+            )
 
     async def _room(self, ratio: float) -> bool:
         info = (await self._runner.run([("INFO", "memory")]))[0]
@@ -207,7 +213,9 @@ class Producer:
             raw = (await self._runner.run([("HGET", key, field_name)]))[0]
             return int(raw or 0) <= self._settings.max_queued_bytes
 
-        await self._wait(publication, f"shard {shard} has {self._settings.max_queued_bytes} bytes queued for this batch", room)
+        await self._wait(
+            publication, f"shard {shard} has {self._settings.max_queued_bytes} bytes queued for this batch", room
+        )
 
     async def _wait(self, publication: Publication, what: str, room: Callable[[], Awaitable[bool]]) -> None:
         started = said = time.monotonic()

@@ -44,8 +44,8 @@ async def wait_for_route_map(runner: Runner, keys: Keys, timeout_s: float) -> Ro
             return found
         if time.monotonic() >= deadline:
             raise NoInstanceError(
-                f"no fleet has published its routes for run {keys.run!r} within {timeout_s:g} s; start one with `rolloutbus up`, "
-                "or check that trainer and fleet use the same run and broker"
+                f"no fleet has published its routes for run {keys.run!r} within {timeout_s:g} s; start one with "
+                "`rolloutbus up`, or check that trainer and fleet use the same run and broker"
             )
         await asyncio.sleep(_POLL_S)
 

@@ -43,15 +43,16 @@ def check_rows(rows: Sequence[Any], num_generations: int) -> None:
         raise RowError("the batch is empty; give at least one row")
     if len(rows) % num_generations:
         raise RowError(
-            f"{len(rows)} rows are no multiple of num_generations={num_generations}; each prompt needs all its generations, "
-            f"the last group has {len(rows) % num_generations}"
+            f"{len(rows)} rows are no multiple of num_generations={num_generations}; each prompt needs all its "
+            f"generations, the last group has {len(rows) % num_generations}"
         )
     seen: dict[int, int] = {}
     for index, row in enumerate(rows):
         _check_row(index, row)
         if (first := seen.setdefault(id(row), index)) != index:
             raise RowError(
-                f"rows {first} and {index} are one and the same dict, and each row is stamped with its own index; give each its own copy"
+                f"rows {first} and {index} are one and the same dict, and each row is stamped with its own index; "
+                "give each its own copy"
             )
 
 
@@ -95,8 +96,8 @@ def _common_route(rows: Sequence[Row], first: int) -> str:
             raise RouteError(f"row {first + at}: {error}") from None
     if any(route != routes[0] for route in routes):
         raise RouteError(
-            f"the group that begins at row {first} mixes routes: {', '.join(sorted(set(routes)))}; all rows of a prompt "
-            "group must go to the same route, because its verifier may compare them"
+            f"the group that begins at row {first} mixes routes: {', '.join(sorted(set(routes)))}; all rows of a "
+            "prompt group must go to the same route, because its verifier may compare them"
         )
     return routes[0]
 
@@ -107,8 +108,8 @@ def shard_of(route: str, route_map: Mapping[str, str], row: int) -> str:
     if shard is None:
         hosted = ", ".join(sorted(route_map)) or "none"
         raise RouteError(
-            f"row {row}: no shard hosts the route {route!r}; hosted: {hosted}. Check the row's agent_ref.name or task_source, "
-            "or add the entry to a shard"
+            f"row {row}: no shard hosts the route {route!r}; hosted: {hosted}. Check the row's agent_ref.name or "
+            "task_source, or add the entry to a shard"
         )
     return shard
 

@@ -1,6 +1,7 @@
 """One attempt from its token to its end: run, publish row by row, finish; or fail, or hand back, or be cancelled.
 
-The ends are exclusive: a lost lease writes nothing more, a failure is reported once with its class, a hand-back counts as none.
+The ends are exclusive: a lost lease writes nothing more, a failure is reported once with its class, a hand-back counts
+as none.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ class AttemptRunner:
     """Runs attempts of one instance in `environment`."""
 
     def __init__(
-        self, environment: Environment, transitions: WorkerTransitions, finisher: Finisher, settings: WorkerSettings, timing: InstanceTiming
+        self,
+        environment: Environment,
+        transitions: WorkerTransitions,
+        finisher: Finisher,
+        settings: WorkerSettings,
+        timing: InstanceTiming,
     ) -> None:
         self._environment = environment
         self._transitions = transitions
@@ -45,7 +51,8 @@ class AttemptRunner:
     async def serve(self, attempt: Attempt, taken: Taken, stopped: asyncio.Future[str]) -> str:
         """Bring one attempt to its end and say which: done, retry, dead, lost, gone or released.
 
-        `stopped` may be resolved from outside, with lost, gone or release: the rollout is cancelled, and reported accordingly.
+        `stopped` may be resolved from outside, with lost, gone or release: the rollout is cancelled, and reported
+        accordingly.
         """
         timing = self._timing.of(attempt.group.batch)
         now = time.monotonic()
@@ -69,7 +76,9 @@ class AttemptRunner:
         work = asyncio.create_task(self._work(attempt, taken, outgoing, timing), name=f"group {attempt.group.group}")
         started = time.monotonic()
         try:
-            await asyncio.wait({work, stopped, outgoing.settled}, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {work, stopped, outgoing.settled}, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             # What ended by itself, not what gives way to the cancellation below.
             ended = work.done()
@@ -83,8 +92,8 @@ class AttemptRunner:
         if ended:
             return await self._failed(attempt, taken, _error_of(work))
         return await self._failed(attempt, taken, DeadlineExceededError(
-            f"group {attempt.group.group} did not finish within {self._settings.group_timeout_s:g} s over all its attempts; "
-            "raise group_timeout_s or look for a rollout that never ends"
+            f"group {attempt.group.group} did not finish within {self._settings.group_timeout_s:g} s over all its "
+            "attempts; raise group_timeout_s or look for a rollout that never ends"
         ))  # fmt: skip
 
     async def _work(self, attempt: Attempt, taken: Taken, outgoing: Outgoing, timing: BatchTiming) -> None:
@@ -105,7 +114,9 @@ class AttemptRunner:
         group = attempt.group
         rows = codec.decode_rows(group.payload)
         if len(rows) != group.rows:
-            raise DecodeError(f"group {group.group} holds {len(rows)} rows and says {group.rows}; it was changed on the broker")
+            raise DecodeError(
+                f"group {group.group} holds {len(rows)} rows and says {group.rows}; it was changed on the broker"
+            )
         identity = f"{group.batch}:{group.group}:{attempt.number}"
         for at, row in enumerate(rows, start=group.first_row):
             if row.get("_rowidx") != at:
@@ -131,7 +142,8 @@ class AttemptRunner:
             payload = Payload.of(codec.encode(result, where=f"result of row {index}"))
             if payload.size > limit:
                 raise PayloadTooLargeError(
-                    f"the result of row {index} is {payload.size} bytes, above max_payload_bytes ({limit}); return less, or raise the limit"
+                    f"the result of row {index} is {payload.size} bytes, above max_payload_bytes ({limit}); "
+                    "return less, or raise the limit"
                 )
             timing.spend("postprocess_results", time.monotonic() - started)
             timing.add("environment", began, started)
@@ -173,7 +185,9 @@ class AttemptRunner:
         work.cancel()
         _, left = await asyncio.wait({work}, timeout=self._settings.cancel_grace_s)
         if left:
-            log.error("group %s of batch %s did not give way to its cancellation", attempt.group.group, attempt.group.batch)
+            log.error(
+                "group %s of batch %s did not give way to its cancellation", attempt.group.group, attempt.group.batch
+            )
             work.add_done_callback(lambda task: task.cancelled() or task.exception())
         elif not work.cancelled():
             work.exception()
@@ -191,5 +205,6 @@ def _log_failure(attempt: Attempt, failure: Failure, outcome: str, delay: float)
     then = f"again in {delay:.1f} s" if outcome == "retry" else outcome
     log.warning(
         "batch %s group %s route %s attempt %s failed (%s): %s: %s; %s",
-        group.batch, group.group, group.route, attempt.number, failure.failure_class, failure.type, failure.message[:300], then,
+        group.batch, group.group, group.route, attempt.number, failure.failure_class, failure.type,
+        failure.message[:300], then,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """What went wrong in an environment, as plain data, and whether another place may do better.
 
-Timeouts, lost connections and HTTP 5xx, 408 and 429 are "infra": the same group may succeed elsewhere or later. All else is "data".
+Timeouts, lost connections and HTTP 5xx, 408 and 429 are "infra": the same group may succeed elsewhere or later. All
+else is "data".
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Bringing finished rows into the broker: one flusher per worker sends whatever finished since the last reply in one write.
+"""Bringing finished rows into the broker: one flusher per worker sends whatever finished since the last reply in one
+write.
 
-Rows of one attempt share an entry up to 256 KB (larger entries are slower at both ends, measured). A group's last rows, its
-acknowledgement and its deletion are one step. What the broker accepted before is dropped and the rest sent again.
+Rows of one attempt share an entry up to 256 KB (larger entries are slower at both ends, measured). A group's last rows,
+its acknowledgement and its deletion are one step. What the broker accepted before is dropped and the rest sent again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ..broker.worker_transitions import Acceptance, Accepted, Attempt, Rows, Wor
 ENTRY_BYTES = 256 * 1024
 # A step is one transaction: the server runs it whole, so a group of large rows goes in several.
 STEP_BYTES = 1 << 20
-# One write holds about this much, so that a hundred large groups that end together do not fill the connection for seconds.
+# One write holds about this much, so that a hundred large groups that end together do not fill the connection for
+# seconds.
 WRITE_BYTES = 4 << 20
 
 
@@ -27,7 +29,7 @@ class LostAttemptError(RolloutBusError, RuntimeError):
 
 
 class IncompleteGroupError(RolloutBusError, ConnectionError):
-    """A finish did not cover every row of its group: the broker lost what it had accepted, so another attempt may do."""
+    """A finish did not cover every row of its group: the broker lost what it had accepted, another attempt may do."""
 
 
 @dataclass(eq=False, slots=True)
@@ -117,7 +119,7 @@ class Finisher:
         return writes
 
     def _next_of(self, outgoing: Outgoing) -> _Write:
-        """What goes in one step; of large rows only the first, so that they flow while the rest is still being written."""
+        """What goes in one step; of large rows only the first, so that they flow while the rest is being written."""
         rows = outgoing.rows if outgoing.whole else _first_step(outgoing.rows)
         outgoing.rows = {at: payload for at, payload in outgoing.rows.items() if at not in rows}
         if outgoing.rows:

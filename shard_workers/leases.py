@@ -1,6 +1,8 @@
-"""Renewing what an instance holds, from a thread of its own, so that an environment that blocks the event loop loses nothing.
+"""Renewing what an instance holds, from a thread of its own, so that an environment that blocks the event loop loses
+nothing.
 
-The renewal's answer also tells which groups were cancelled or taken over, and whether another process has the label now.
+The renewal's answer also tells which groups were cancelled or taken over, and whether another process has the label
+now.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ LostCallback = Callable[[str, str], None]
 class LeaseKeeper:
     """Renews each held attempt every `renew_every_s`. Callbacks run in the event loop that called `start`.
 
-    `on_lost(token, status)`: the attempt is "lost" (taken over) or "gone" (cancelled). `on_replaced()`: stop, the label is another's.
+    `on_lost(token, status)`: the attempt is "lost" (taken over) or "gone" (cancelled). `on_replaced()`: stop, the label
+    is another's.
     """
 
     def __init__(

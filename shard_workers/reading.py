@@ -1,7 +1,7 @@
 """Reading new groups from a shard's stream, one at a time, in a way that can be stopped without losing a delivered one.
 
-A blocking read is never cancelled: to stop it, another connection unblocks it, and what it returned is still handed on. After every
-reconnect the consumer's own pending list is read first: a reply that was lost on the way sits there.
+A blocking read is never cancelled: to stop it, another connection unblocks it, and what it returned is still handed on.
+After every reconnect the consumer's own pending list is read first: a reply that was lost on the way sits there.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .slots import Slots
 log = logging.getLogger("rolloutbus.worker")
 
 RawEntry = Any
-# One entry at a time shares a short queue evenly among replicas. Behind a long one that costs a round trip per group, so after this
-# many reads that did not have to wait a few are read at once.
+# One entry at a time shares a short queue evenly among replicas. Behind a long one that costs a round trip per group,
+# so after this many reads that did not have to wait a few are read at once.
 LONG_QUEUE_READS = 16
 LONG_QUEUE_COUNT = 4
 # A read that took longer has waited for an entry to come.
@@ -35,7 +35,9 @@ _UNBLOCK_EVERY_S = 0.02
 
 
 class GroupReader:
-    """New entries for one consumer, and after a reconnect also those it was given before; the worker knows which it has in hand."""
+    """New entries for one consumer, and after a reconnect also those it was given before; the worker knows which it has
+    in hand.
+    """
 
     def __init__(self, settings: BrokerSettings, control: Link, transitions: WorkerTransitions, purpose: str) -> None:
         self._settings = settings

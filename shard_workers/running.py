@@ -1,7 +1,7 @@
 """Running one attempt: the rows go through the environment, each result is checked and handed on as it comes.
 
-Nothing here knows of leases or of the broker. A result is given on by its position in the group; whatever the environment does
-against its contract becomes an error of this attempt.
+Nothing here knows of leases or of the broker. A result is given on by its position in the group; whatever the
+environment does against its contract becomes an error of this attempt.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class EnvironmentCancelledError(EnvironmentContractError):
 async def run_rows(environment: Environment, rows: Sequence[Row], on_result: OnResult, *, independent: bool) -> None:
     """Run `rows` of one group; calls `on_result(position, result)` in completion order, once per row.
 
-    With `independent` rows a failed one lets its siblings finish, else it ends the attempt at once. Raises the row's exception, or
-    `EnvironmentContractError` for foreign, repeated or missing rows and for results that are none.
+    With `independent` rows a failed one lets its siblings finish, else it ends the attempt at once. Raises the row's
+    exception, or `EnvironmentContractError` for foreign, repeated or missing rows and for results that are none.
     """
     outcomes = _Outcomes(rows)
     failed: BaseException | None = None

@@ -40,7 +40,8 @@ class Slots:
     def release(self) -> None:
         """Give a place back."""
         self.free += 1
-        # All of them look again, in order: one that only wanted to know, or was cancelled, would keep the word to itself.
+        # All of them look again, in order: one that only wanted to know, or was cancelled, would keep the word to
+        # itself.
         waiters, self._waiters = self._waiters, deque()
         for waiter in waiters:
             if not waiter.done():

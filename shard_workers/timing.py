@@ -12,7 +12,7 @@ _BATCHES_KEPT = 1024
 
 
 class BatchTiming:
-    """One instance's times in one batch. Names: queue_wait, environment, publish, await_results, postprocess_results."""
+    """One instance's times in a batch. Names: queue_wait, environment, publish, await_results, postprocess_results."""
 
     def __init__(self) -> None:
         self._spans: dict[str, IntervalUnion] = {}
@@ -35,7 +35,12 @@ class BatchTiming:
         self._extra[name] = value
 
     def totals(self) -> dict[str, float]:
-        return {**self._extra, **self._spent, **{name: span.total for name, span in self._spans.items()}, "groups": self._groups}
+        return {
+            **self._extra,
+            **self._spent,
+            **{name: span.total for name, span in self._spans.items()},
+            "groups": self._groups,
+        }
 
 
 class InstanceTiming:

@@ -1,7 +1,7 @@
 """A shard worker: one instance that reads groups, holds their leases, runs them, and finishes them. No Ray in it.
 
-Reading, leasing, running and finishing are four things in four files; here they are joined. Every entry this process was given is
-in exactly one place: waiting for its token, running, or ended.
+Reading, leasing, running and finishing are four things in four files; here they are joined. Every entry this process
+was given is in exactly one place: waiting for its token, running, or ended.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class WorkerStatistics(NamedTuple):
 
 
 class ShardWorker:
-    """One instance of `shard` under `label`. `run` returns after `drain`, `stop`, or when the label was taken by another process."""
+    """One instance of `shard` under `label`. `run` returns after `drain`, `stop`, or when the label was taken by
+    another process.
+    """
 
     def __init__(
         self,
@@ -223,7 +225,9 @@ class ShardWorker:
                 if self._tasks:
                     await asyncio.wait(self._tasks)
         except TimeoutError:
-            log.warning("%s: the broker is away; %d groups are left to their leases", self.identity.label, len(self._tasks))
+            log.warning(
+                "%s: the broker is away; %d groups are left to their leases", self.identity.label, len(self._tasks)
+            )
 
     async def _clean_up(self, duties: Sequence[asyncio.Task[Any]]) -> None:
         await self._leases.stop()

@@ -1,6 +1,8 @@
-"""A whole way of a batch for one test: a run on a broker, workers in this process or in their own, clients, and the check at the end.
+"""A whole way of a batch for one test: a run on a broker, workers in this process or in their own, clients, and the
+check at the end.
 
-A `Stack` promises that what the test started has ended, and raises when a key of its run, a thread or a child is left that should not be.
+A `Stack` promises that what the test started has ended, and raises when a key of its run, a thread or a child is left
+that should not be.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import psutil
 import redis
@@ -60,7 +62,11 @@ def rows_of(groups: int, size: int = 2, route: str | Sequence[str] = "a", **more
     """Rows of `groups` prompt groups; group g goes to `route`, or to the g-th of several in turn."""
     routes = [route] if isinstance(route, str) else route
     return [
-        {"responses_create_params": {"input": f"prompt {group}"}, "agent_ref": {"name": routes[group % len(routes)]}, **more}
+        {
+            "responses_create_params": {"input": f"prompt {group}"},
+            "agent_ref": {"name": routes[group % len(routes)]},
+            **more,
+        }
         for group in range(groups)
         for _ in range(size)
     ]
@@ -128,7 +134,9 @@ class WholeGroup(EachRow):
 
 
 class WorkerProcess:
-    """A worker in a process of its own (tests/worker_program.py), told what to do and telling what happens over its pipes."""
+    """A worker in a process of its own (tests/worker_program.py), told what to do and telling what happens over its
+    pipes.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -177,8 +185,9 @@ class Stack:
         self.run = f"t{secrets.token_hex(4)}"
         self.keys = Keys(self.run)
         self.options = {**QUICK, **settings}
-        self.redis = redis.Redis.from_url(broker.url)
-        self.watch = redis.asyncio.Redis.from_url(broker.url)
+        # Untyped: redis-py's commands promise every reply that any protocol version gives.
+        self.redis: Any = cast("Any", redis.Redis).from_url(broker.url)
+        self.watch: Any = cast("Any", redis.asyncio.Redis).from_url(broker.url)
         self.workers: dict[str, ShardWorker] = {}
         self.processes: list[WorkerProcess] = []
         self._ends = contextlib.AsyncExitStack()
@@ -190,8 +199,12 @@ class Stack:
     def settings(self) -> BrokerSettings:
         return BrokerSettings(url=self.broker.url, **self.options)
 
-    def host(self, shards: Mapping[str, Mapping[str, Any]] | None = None, routes: Mapping[str, str] | None = None) -> None:
-        """Publish routes and shard records as a fleet does; without arguments, what was hosted before or one shard for route `a`."""
+    def host(
+        self, shards: Mapping[str, Mapping[str, Any]] | None = None, routes: Mapping[str, str] | None = None
+    ) -> None:
+        """Publish routes and shard records as a fleet does; without arguments, what was hosted before or one shard for
+        route `a`.
+        """
         if shards is not None or not self._hosted[0]:
             given = {name: dict(record) for name, record in (shards or {"s": {}}).items()}
             self._hosted = (dict(routes or {"a": next(iter(given))}), given)
@@ -199,10 +212,12 @@ class Stack:
         self.redis.hset(self.keys.routes, mapping={**routes_now, ":version": "1"})
         self.redis.hset(self.keys.shards, mapping={name: json.dumps(record) for name, record in shards_now.items()})
 
-    async def worker(self, environment: Any = None, shard: str = "s", label: str | None = None, **settings: Any) -> ShardWorker:
+    async def worker(
+        self, environment: Any = None, shard: str = "s", label: str | None = None, **settings: Any
+    ) -> ShardWorker:
         """A worker in this process, running when this returns."""
         label = label or shard
-        quick = {"retry_backoff_s": 0.01, "cancel_grace_s": 0.3, **settings}
+        quick: dict[str, Any] = {"retry_backoff_s": 0.01, "cancel_grace_s": 0.3, **settings}
         worker = ShardWorker(self.settings, self.run, shard, label, environment or EachRow(), WorkerSettings(**quick))
         self.workers[label] = worker
         self._tasks.append(asyncio.create_task(worker.run(), name=f"worker {label}"))
@@ -218,10 +233,13 @@ class Stack:
                     return
             await asyncio.sleep(0.01)
 
-    async def process(self, shard: str = "s", label: str | None = None, *, hold: bool = False, **settings: Any) -> WorkerProcess:
+    async def process(
+        self, shard: str = "s", label: str | None = None, *, hold: bool = False, **settings: Any
+    ) -> WorkerProcess:
         """A worker in its own process; with `hold` its rows wait until told to `go`."""
         order = {
-            "broker": self.settings.model_dump(), "run": self.run, "shard": shard, "label": label or shard, "hold": hold,
+            "broker": self.settings.model_dump(), "run": self.run, "shard": shard, "label": label or shard,
+            "hold": hold,
             "worker": {"retry_backoff_s": 0.01, **settings},
         }  # fmt: skip
         process = await asyncio.create_subprocess_exec(
@@ -235,7 +253,8 @@ class Stack:
         return worker
 
     def client(self, **options: Any) -> RolloutClient:
-        return RolloutClient.connect(self.broker.url, run=self.run, settings=self.options, **{"fleet_wait_s": 5.0, **options})
+        given: dict[str, Any] = {"fleet_wait_s": 5.0, **options}
+        return RolloutClient.connect(self.broker.url, run=self.run, settings=self.options, **given)
 
     async def connected(self, **options: Any) -> RolloutClient:
         """A client that the stack closes."""
@@ -272,11 +291,15 @@ class Stack:
         errors = [error for error in ended if isinstance(error, Exception)]
         assert errors == []
         assert left == []
-        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith(("rolloutbus-", "leases-"))]
+        threads = [
+            thread.name for thread in threading.enumerate() if thread.name.startswith(("rolloutbus-", "leases-"))
+        ]
         assert threads == []
 
     def left_behind(self) -> list[str]:
-        """Keys that should be gone: all but what a fleet and an operator keep, and empty groups streams that expire by themselves."""
+        """Keys that should be gone: all but what a fleet and an operator keep, and empty groups streams that expire by
+        themselves.
+        """
         kept = {self.keys.routes, self.keys.shards, self.keys.events, self.keys.dead}
         left: list[str] = []
         for raw in self.redis.scan_iter(f"{self.keys.prefix}*"):
@@ -291,12 +314,14 @@ class Stack:
 
 def processes_but(broker: EmbeddedBroker) -> set[int]:
     """Descendants of this process, the broker's own two left out: a restarted broker is another process."""
-    children = {child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
+    children = {
+        child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE
+    }
     return children - {broker.pid, broker.supervisor_pid}
 
 
 @contextlib.asynccontextmanager
-async def stack_on(broker: EmbeddedBroker, **settings: Any) -> AsyncIterator[Stack]:
+async def stack_on(broker: EmbeddedBroker, **settings: Any) -> AsyncGenerator[Stack]:
     """A stack that ends with the block; a failing test is not hidden behind what it left."""
     stack = Stack(broker, **settings)
     before = processes_but(broker)
@@ -310,6 +335,12 @@ async def stack_on(broker: EmbeddedBroker, **settings: Any) -> AsyncIterator[Sta
     async with asyncio.timeout(20):
         await stack.end()
     assert processes_but(broker) <= before
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Return when `condition()` holds, for what gives no event; bounded by the test's own time limit."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
 
 
 async def groups_of(batch: AsyncIterator[Any]) -> list[CompletedGroup | GroupFailure]:

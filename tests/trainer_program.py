@@ -1,6 +1,8 @@
-"""A trainer as a process, for tests that kill it: it publishes a batch, says its id, and then each group that it was handed.
+"""A trainer as a process, for tests that kill it: it publishes a batch, says its id, and then each group that it was
+handed.
 
-It stops asking after `take` groups, so that all but the last are acknowledged, and it ends with the process that started it.
+It stops asking after `take` groups, so that all but the last are acknowledged, and it ends with the process that
+started it.
 """
 
 from __future__ import annotations
@@ -25,15 +27,17 @@ def end_with_parent() -> None:
 
 async def main(order: dict[str, Any]) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
-    async with RolloutClient.connect(order["url"], run=order["run"], settings=order["settings"]) as client:
-        async with client.run_groups(rows_of(order["groups"]), 2, on_failure="yield") as batch:
-            print(json.dumps({"batch": batch.id}), flush=True)
-            taken = 0
-            async for group in batch:
-                print(json.dumps({"group": group.group_index}), flush=True)
-                taken += 1
-                if taken == order["take"]:
-                    await asyncio.Event().wait()
+    async with (
+        RolloutClient.connect(order["url"], run=order["run"], settings=order["settings"]) as client,
+        client.run_groups(rows_of(order["groups"]), 2, on_failure="yield") as batch,
+    ):
+        print(json.dumps({"batch": batch.id}), flush=True)
+        taken = 0
+        async for group in batch:
+            print(json.dumps({"group": group.group_index}), flush=True)
+            taken += 1
+            if taken == order["take"]:
+                await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A shard worker as a process, for tests that kill, stop and continue it; see `stacks.WorkerProcess`.
 
-Each rollout is told on standard output when it starts and ends. Orders come on standard input, one JSON list a line: `["go"]` lets all
-rows go on, `["go", 3]` one row, `["drain"]` drains; the end of input stops the worker.
+Each rollout is told on standard output when it starts and ends. Orders come on standard input, one JSON list a line:
+`["go"]` lets all rows go on, `["go", 3]` one row, `["drain"]` drains; the end of input stops the worker.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Gate:
 
 async def listen(gate: Gate, worker: ShardWorker) -> None:
     reader = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     while line := await reader.readline():
         order, *words = json.loads(line)
         if order == "go":
@@ -70,7 +72,12 @@ async def main(order: dict[str, Any]) -> None:
         return {"row": index, "group_id": row["_group_id"], "pid": os.getpid()}
 
     worker = ShardWorker(
-        BrokerSettings(**order["broker"]), order["run"], order["shard"], order["label"], EachRow(rollout), WorkerSettings(**order["worker"])
+        BrokerSettings(**order["broker"]),
+        order["run"],
+        order["shard"],
+        order["label"],
+        EachRow(rollout),
+        WorkerSettings(**order["worker"]),
     )
     tell("started", consumer=worker.identity.consumer)
     orders = asyncio.create_task(listen(gate, worker))

@@ -24,8 +24,9 @@ Item = TypeVar("Item")
 class Batch(Generic[Item]):
     """Items in completion order. Asking for the next one acknowledges those before.
 
-    Leaving the context, cancelling, an exception, or losing the last reference cancels what is still out. Raises `GroupFailedError`
-    for a failed group unless `on_failure="yield"`, `BooksError` when the books do not balance, and what ended the client.
+    Leaving the context, cancelling, an exception, or losing the last reference cancels what is still out. Raises
+    `GroupFailedError` for a failed group unless `on_failure="yield"`, `BooksError` when the books do not balance, and
+    what ended the client.
     """
 
     def __init__(self, engine: Engine, session: Session, on_failure: OnFailure, prefix: str) -> None:

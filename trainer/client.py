@@ -1,7 +1,7 @@
 """`RolloutClient`: producer and collector in one, from asyncio or from plain code.
 
-All network work happens in one thread that the client owns, so it may be used from several event loops, one after another or side by
-side, and from threads. Connecting is lazy: the object may be made anywhere.
+All network work happens in one thread that the client owns, so it may be used from several event loops, one after
+another or side by side, and from threads. Connecting is lazy: the object may be made anywhere.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from .session import Session, new_session
 
 DEFAULT_FLEET_WAIT_S = 60.0
 _TOO_LATE = Failure(
-    "infra", "AbandonedError", "the workers dropped it, because its client stayed away for longer than abandon_after_s; publish it again"
+    "infra",
+    "AbandonedError",
+    "the workers dropped it, because its client stayed away for longer than abandon_after_s; publish it again",
 )
 
 
 class RolloutClient:
-    """One trainer's connection to its run. Use it as an async context manager, or call `connect_now` and `close_now`."""
+    """One trainer's connection to its run: an async context manager, or `connect_now` and `close_now`."""
 
     def __init__(
         self,
@@ -49,10 +51,11 @@ class RolloutClient:
 
     @classmethod
     def connect(cls, url: str, *, run: str, client: str = "trainer", **options: Any) -> RolloutClient:
-        """A client of the broker at `url`, for `async with`. Options: `settings`, `timer_prefix`, `fleet_wait_s`, `name_wait_s`.
+        """A client of the broker at `url`, for `async with`. Options: `settings`, `timer_prefix`, `fleet_wait_s`,
+        `name_wait_s`.
 
-        Entering raises `BrokerUnavailableError`, `BrokerAuthError`, `ClientNameTakenError`, or `NoInstanceError` when no fleet
-        publishes its routes within `fleet_wait_s` seconds.
+        Entering raises `BrokerUnavailableError`, `BrokerAuthError`, `ClientNameTakenError`, or `NoInstanceError` when
+        no fleet publishes its routes within `fleet_wait_s` seconds.
         """
         return cls(url, run=run, client=client, **options)
 
@@ -94,7 +97,9 @@ class RolloutClient:
     def run_rollouts(
         self, rows: Sequence[dict[str, Any]], num_generations: int, *, on_failure: OnFailure = "raise"
     ) -> RowBatch:
-        """As `run_groups`, but gives `(row_index, result)` in completion order; failures are `GroupFailure` items where yielded."""
+        """As `run_groups`, but gives `(row_index, result)` in completion order; failures are `GroupFailure` items where
+        yielded.
+        """
         return Batch(self._engine, self._begin(rows, num_generations, rows_mode=True), on_failure, self._prefix)
 
     def _begin(self, rows: Sequence[dict[str, Any]], num_generations: int, *, rows_mode: bool) -> Session:
@@ -117,12 +122,13 @@ class RolloutClient:
     async def resume(
         self, batch_id: str, rows: Sequence[dict[str, Any]] | None = None, *, on_failure: OnFailure = "raise"
     ) -> GroupBatch:
-        """Continue a sealed batch of this client's former process: groups not yet handed over come again, the rest do not.
+        """Continue a sealed batch of this client's former process: groups not yet handed over come again, the rest do
+        not.
 
         Those that were dropped because it stayed away too long come as `GroupFailure` of type `AbandonedError`.
 
-        `rows` are the batch's rows as published, for `CompletedGroup.rows`; without them each row is `{"_rowidx": i}`. Raises
-        `UnknownBatchError` when it came back too late or the publishing had not finished.
+        `rows` are the batch's rows as published, for `CompletedGroup.rows`; without them each row is `{"_rowidx": i}`.
+        Raises `UnknownBatchError` when it came back too late or the publishing had not finished.
         """
         await asyncio.wrap_future(self._engine.start())
         session = await asyncio.wrap_future(self._engine.call(self._resume(batch_id, rows)))
@@ -134,12 +140,15 @@ class RolloutClient:
         record = {name.decode(): value.decode() for name, value in zip(pairs, pairs, strict=True)}
         if not record:
             raise UnknownBatchError(
-                f"batch {batch_id} is not on the broker: it was closed, abandoned after its client stayed away, or never existed"
+                f"batch {batch_id} is not on the broker: it was closed, abandoned after its client stayed away, "
+                "or never existed"
             )
         size, total = int(record["group_size"]), int(record["rows"])
         known = rows if rows is not None else [{"_rowidx": index} for index in range(total)]
         if len(known) != total:
-            raise UnknownBatchError(f"batch {batch_id} has {total} rows, but {len(known)} were given; give the rows it was published with")
+            raise UnknownBatchError(
+                f"batch {batch_id} has {total} rows, but {len(known)} were given; give the rows it was published with"
+            )
         groups = _laid_out(record["layout"], size, rows or ())
         session = new_session(batch_id, known, groups, size, rows_mode=False)
         session.publication.placed.update(range(int(record["published"])))
@@ -165,16 +174,20 @@ class RolloutClient:
         on_failure: OnFailure = "raise",
         **options: Any,
     ) -> list[Any]:
-        """Run a whole batch from plain code; results in input order. A `GroupFailure` stands in each of its rows' places."""
+        """Run a whole batch from plain code; results in input order. A `GroupFailure` stands in each of its rows'
+        places.
+        """
 
         async def collect() -> list[Any]:
             results: list[Any] = [None] * len(rows)
-            async with cls.connect(url, run=run, client=client, **options) as bus:
-                async with bus.run_groups(rows, num_generations, on_failure=on_failure) as batch:
-                    async for group in batch:
-                        first = group.group_index * num_generations
-                        values = getattr(group, "results", None) or [group] * num_generations
-                        results[first : first + num_generations] = values
+            async with (
+                cls.connect(url, run=run, client=client, **options) as bus,
+                bus.run_groups(rows, num_generations, on_failure=on_failure) as batch,
+            ):
+                async for group in batch:
+                    first = group.group_index * num_generations
+                    values = getattr(group, "results", None) or [group] * num_generations
+                    results[first : first + num_generations] = values
             return results
 
         return asyncio.run(collect())

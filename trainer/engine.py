@@ -1,7 +1,7 @@
 """The thread and event loop that a client owns: all its network work happens here, whoever calls from wherever.
 
-It holds the client's lease, reads results, publishes, sweeps, and survives a broker's restart. Its end, wanted or not, ends every
-batch with an error instead of a wait.
+It holds the client's lease, reads results, publishes, sweeps, and survives a broker's restart. Its end, wanted or not,
+ends every batch with an error instead of a wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from typing import Any, TypeVar
 
 from ..broker.channel import Channel, Command, Link
 from ..broker.client_transitions import ClientTransitions
-from ..broker.errors import BrokerUnavailableError, ClientNameTakenError, ClosedError, OwnershipLostError, RolloutBusError
+from ..broker.errors import (
+    BrokerUnavailableError,
+    ClientNameTakenError,
+    ClosedError,
+    OwnershipLostError,
+    RolloutBusError,
+)
 from ..broker.keys import Keys, check_name
 from ..broker.scripts import load_scripts
 from ..broker.settings import BrokerSettings
@@ -48,7 +54,9 @@ class _ChannelRunner:
 class Engine:
     """One client's thread. `start` and `stop` may be called from anywhere; `call` and `post` after `start`."""
 
-    def __init__(self, settings: BrokerSettings, run: str, client: str, *, fleet_wait_s: float, name_wait_s: float) -> None:
+    def __init__(
+        self, settings: BrokerSettings, run: str, client: str, *, fleet_wait_s: float, name_wait_s: float
+    ) -> None:
         self.settings = settings
         self.keys = Keys(run)
         self.client = check_name("client", client)
@@ -99,7 +107,9 @@ class Engine:
             self._thread.join()
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run `work` in the client's thread. What the thread's end leaves undone ends with `ClosedError`, never with a wait."""
+        """Run `work` in the client's thread. What the thread's end leaves undone ends with `ClosedError`, never with a
+        wait.
+        """
         with self._guard:
             if self._loop is None or not self.running:
                 work.close()
@@ -110,7 +120,7 @@ class Engine:
             except RuntimeError:  # the loop ended a moment ago
                 guarded.close()
                 work.close()
-                raise self._ended("is closed")
+                raise self._ended("is closed") from None
             self._calls[future] = (guarded, work)
         future.add_done_callback(self._forget)
         return future
@@ -224,13 +234,15 @@ class Engine:
         while left := await own.own(watched_s=channel.hello.uptime_s + time.monotonic() - connected):
             if time.monotonic() >= deadline:
                 raise ClientNameTakenError(
-                    f"client {self.client!r} of run {self.keys.run!r} belongs to another live process (its lease ends in {left / 1000:.0f} s "
-                    "unless renewed); end that process, or give this one another client name"
+                    f"client {self.client!r} of run {self.keys.run!r} belongs to another live process (its lease "
+                    f"ends in {left / 1000:.0f} s unless renewed); end that process, or give this one another name"
                 )
             await asyncio.sleep(min(0.2, left / 1000))
 
     async def _serve(self, stop: asyncio.Task[Any]) -> None:
-        self.collector = Collector(self.settings, self.keys, self.link, self.transitions, lambda: self.sessions.republish())
+        self.collector = Collector(
+            self.settings, self.keys, self.link, self.transitions, lambda: self.sessions.republish()
+        )
         producer = Producer(self.link, self.keys, self.settings, self.transitions)
         self.sessions = SessionRunner(self.link, self.transitions, producer, self.collector)
         duties = [
@@ -269,15 +281,14 @@ class Engine:
         except (RolloutBusError, TimeoutError) as error:
             log.warning("client %s could not clean up after itself (%s); its keys expire", self.client, error)
 
-
-
     async def _renew_for_ever(self) -> None:
         keys_due = time.monotonic()
         while True:
             await asyncio.sleep(min(self.settings.renew_every_s, self.settings.lease_s / 3))
             if left := await self.transitions.own():
                 raise OwnershipLostError(
-                    f"another process took client {self.client!r} over while this one was away (lease left: {left} ms); this one ends"
+                    f"another process took client {self.client!r} over while this one was away "
+                    f"(lease left: {left} ms); this one ends"
                 )
             if time.monotonic() >= keys_due:
                 keys_due = time.monotonic() + self.settings.key_ttl_s / _TTL_RENEWALS

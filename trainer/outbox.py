@@ -1,4 +1,6 @@
-"""Items from the client's own thread to whoever consumes them: any event loop, any thread, one after another or side by side."""
+"""Items from the client's own thread to whoever consumes them: any event loop, any thread, one after another or side by
+side.
+"""
 
 from __future__ import annotations
 

@@ -150,7 +150,9 @@ class SessionRunner:
             session.outbox.put(Ended(None))
 
     async def _publish(self, session: Session, *, again: bool = False) -> None:
-        """Publish, and as often as the broker turns out to be another process than before, bring back what it may have lost."""
+        """Publish, and as often as the broker turns out to be another process than before, bring back what it may have
+        lost.
+        """
         try:
             while True:
                 session.publication.opened = False
@@ -189,10 +191,14 @@ class SessionRunner:
         return (await self._link.retrying(_run_id))[0]
 
     def republish(self) -> None:
-        """The broker is another process than before: bring back what it may have lost. Who still publishes will see it himself."""
+        """The broker is another process than before: bring back what it may have lost. Who still publishes will see it
+        himself.
+        """
         for session in self.sessions.values():
             if not session.closed and (session.publishing is None or session.publishing.done()):
-                session.publishing = asyncio.create_task(self._publish(session, again=True), name=f"republish {session.batch}")
+                session.publishing = asyncio.create_task(
+                    self._publish(session, again=True), name=f"republish {session.batch}"
+                )
 
     async def close(self, session: Session, *, complete: bool) -> None:
         """End the batch on the broker. With `complete` the books must balance, or `BooksError` says what they are."""
@@ -233,6 +239,6 @@ def _check_books(session: Session) -> None:
     counts, books = session.counts(), session.books
     if counts.cancelled or counts.published != session.collection.groups or (books is not None and not books.balanced):
         raise BooksError(
-            f"the books of batch {session.batch} do not balance: {session.collection.groups} groups, {counts} here, {books} on the broker; "
-            "please report this with `rolloutbus explain`"
+            f"the books of batch {session.batch} do not balance: {session.collection.groups} groups, {counts} here, "
+            f"{books} on the broker; please report this with `rolloutbus explain`"
         )

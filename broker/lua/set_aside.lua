@@ -4,7 +4,8 @@
 local found = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])
 if found[1] then
   local letter = { 'reason', 'foreign', 'detail', ARGV[2] }
-  for _, word in ipairs(found[1][2]) do letter[#letter + 1] = word end
+  -- A stranger may have any number of fields, and one call takes only so many.
+  for i = 1, math.min(#found[1][2], 200) do letter[#letter + 1] = found[1][2][i] end
   redis.call('XADD', KEYS[2], 'MAXLEN', '~', 1000, '*', unpack(letter))
   note(KEYS[3], 'foreign', '-', '-', 0, '-', ARGV[2])
 end

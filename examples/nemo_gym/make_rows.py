@@ -1,4 +1,5 @@
-"""Write the example rows of mcqa and workplace_assistant that NeMo Gym ships, with their agents: `make_rows.py > rows.jsonl`.
+"""Write the example rows of mcqa and workplace_assistant that NeMo Gym ships, with their agents: `make_rows.py >
+rows.jsonl`.
 
 With `--data` it prints where those rows are instead, for the canned model to know their answers.
 """

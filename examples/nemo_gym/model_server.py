@@ -2,9 +2,9 @@
 
     python model_server.py --port 8765 DATA.jsonl [DATA.jsonl …]
 
-What it says depends on the prompt and the temperature alone, so a run can be repeated and its rewards compared; where a
-request gives no temperature, the siblings of a prompt are told apart by the order in which they ask. Like vLLM it serves
-/v1/chat/completions with token ids, /tokenize and /v1/models; /v1/responses answers as a judge of pairs.
+What it says depends on the prompt and the temperature alone, so a run can be repeated and its rewards compared; where
+a request gives no temperature, the siblings of a prompt are told apart by the order in which they ask. Like vLLM it
+serves /v1/chat/completions with token ids, /tokenize and /v1/models; /v1/responses answers as a judge of pairs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ Answer = tuple[int, Json]
 
 # One answer in this many is wrong.
 WRONG_EVERY = 3
+WRONG = "Z"
 
 
 def text_of(content: Any) -> str:
@@ -63,7 +64,7 @@ class AnswerKey:
         if right and taken < len(steps):
             call = {"name": steps[taken]["name"], "arguments": steps[taken]["arguments"]}
             return _message(None, [{"id": f"call-{taken}", "type": "function", "function": call}])
-        letter = row.get("expected_answer", "done") if right else "Z"
+        letter = row.get("expected_answer", "done") if right else WRONG
         return _message(f"\\boxed{{{letter}}}", [])
 
     def _is_right(self, prompt: str, temperature: Any) -> bool:
@@ -80,7 +81,7 @@ def _message(text: str | None, calls: list[Json]) -> Json:
 
 def tokens(messages: Iterable[Json]) -> list[int]:
     """A tokenizer for people without one: the bytes of what was said."""
-    said = [[m["role"], text_of(m.get("content")), m.get("tool_calls") or []] for m in messages]
+    said: list[Any] = [[m["role"], text_of(m.get("content")), m.get("tool_calls") or []] for m in messages]
     return list(json.dumps(said).encode())
 
 
@@ -110,8 +111,11 @@ def completion(key: AnswerKey, request: Json) -> Json:
 
 
 def judgement(request: Json) -> Json:
-    """The answer of /v1/responses: the first of a pair is a little better."""
-    verdict = json.dumps({"score_1": 4, "score_2": 2, "ranking": 2})
+    """The answer of /v1/responses: a judge of pairs, which knows the model's wrong answer when it sees it."""
+    pair: Json = request.get("metadata") or {}
+    first, second = (1 if WRONG in str(pair.get(f"response_{place}")) else 5 for place in (1, 2))
+    ranking = 3 if first == second else 1 if first > second else 6
+    verdict = json.dumps({"score_1": first, "score_2": second, "ranking": ranking})
     part: Json = {"type": "output_text", "text": verdict, "annotations": []}
     item: Json = {"type": "message", "id": "judged", "role": "assistant", "status": "completed", "content": [part]}
     return {

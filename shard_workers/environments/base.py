@@ -56,7 +56,7 @@ class ReportsTiming(Protocol):
     """What an environment has besides when it measures times of its own; optional."""
 
     def take_timing(self, group_id: str) -> Mapping[str, float]:
-        """Seconds by name that the attempt with this `_group_id` spent, given once, after its rows. They are summed up per batch, so
-        they must not overlap each other.
+        """Seconds by name that the attempt with this `_group_id` spent, given once, after its rows. They are summed
+        up per batch, so they must not overlap each other.
         """
         ...

@@ -82,6 +82,7 @@ class Instance:
     ports: tuple[int, int] | None = None
     state: State = State.STARTING
     handle: ActorHandle[Any] | None = None
+    born: asyncio.Future[Any] | None = None
     ended: asyncio.Future[Any] | None = None
     identity: WorkerIdentity | None = None
     node: str = ""
@@ -137,6 +138,9 @@ class Launcher:
 
     async def stop(self, instance: Instance) -> None:
         """End stack and process; `InstanceTroubleError` if it had to be killed, which it then is."""
+        # One that still waits for a node, or is gone, has nothing to stop and nobody to ask.
+        if instance.born is None or not instance.born.done():
+            await self.kill(instance)
         if instance.handle is None:
             return
         try:
@@ -166,6 +170,7 @@ class Launcher:
         handle = remote.remote()
         instance.handle = handle
         instance.identity = None
+        instance.born = _future(handle.status.remote())
         instance.ended = _future(handle.wait_end.remote())
 
     def _spec(self, instance: Instance) -> InstanceSpec:

@@ -48,9 +48,10 @@ class FleetLease:
         self._keep()
 
     async def give_up(self, labels: Sequence[str]) -> None:
-        """Take everything off the broker, and stop renewing; a run that another fleet has now is left alone."""
+        """Take everything off the broker, and stop renewing; what another fleet has now is left alone."""
         await self.stop()
-        if self.held:
+        published, self._published = self._published, None
+        if self.held or published is not None:
             self.held = False
             left = await self._transitions.remove(self._shards, labels)
             if left:

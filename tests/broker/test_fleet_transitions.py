@@ -125,6 +125,16 @@ async def test_removal_leaves_only_streams_with_work(link: Link, keys: Keys) -> 
     assert await names(link, keys) == {"groups:words", "parked:words"}
 
 
+async def test_a_fleet_that_was_replaced_removes_what_its_successor_does_not_host(link: Link, keys: Keys) -> None:
+    first, second = fleet(link, keys), fleet(link, keys)
+    await first.publish(MAP)
+    await second.publish(OTHER, replace=True)
+    streams = [("XGROUP", "CREATE", keys.groups(shard), GROUP_NAME, "0", "MKSTREAM") for shard in SHARDS]
+    await link.run(streams)
+    await first.remove(SHARDS, ["math"])
+    assert await names(link, keys) == {"fleet", "routes", "shards", "groups:words"}
+
+
 async def test_a_wish_stands_until_it_is_answered(link: Link, keys: Keys) -> None:
     mine = fleet(link, keys)
     request = Request("id1", "scale:math", 3)

@@ -36,7 +36,9 @@ def test_any_order_of_arrival_gives_the_same_groups_in_input_order(case: tuple[i
     accumulator.finish()
     wanted = {group: [f"result {group * size + at}" for at in range(size)] for group in range(len(order) // size)}
     assert completed == wanted
-    assert list(completed) == list(dict.fromkeys(g for g in sorted(wanted, key=lambda g: max(order.index(g * size + at) for at in range(size)))))
+    assert list(completed) == list(
+        dict.fromkeys(g for g in sorted(wanted, key=lambda g: max(order.index(g * size + at) for at in range(size))))
+    )
 
 
 @given(arrivals(), st.data())
@@ -55,7 +57,9 @@ def test_any_subset_of_rows_lost_is_named_exactly(case: tuple[int, list[int]], d
 
 
 @given(arrivals(), st.data())
-def test_rows_of_a_group_that_was_given_up_are_missed_by_nobody(case: tuple[int, list[int]], data: st.DataObject) -> None:
+def test_rows_of_a_group_that_was_given_up_are_missed_by_nobody(
+    case: tuple[int, list[int]], data: st.DataObject
+) -> None:
     size, order = case
     failed = data.draw(st.integers(0, len(order) // size - 1))
     accumulator = PromptGroupAccumulator(rows(len(order)), size)

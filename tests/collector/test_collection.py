@@ -24,12 +24,17 @@ class Desk:
         self.errors: list[BaseException] = []
         self.rows: list[tuple[int, Any, int | None]] = []
         shards = ["even" if at % 2 == 0 else "odd" for at in range(groups)]
-        sink = Sink(self.groups.append, self.errors.append, lambda *row: self.rows.append(row))
+        sink = Sink(self.groups.append, self.errors.append, self._on_row)
         self.mine: Sequence[dict[str, Any]] = [{"n": at} for at in range(groups * SIZE)]
         self.collection = BatchCollection("b", self.mine, SIZE, shards, sink)
 
+    def _on_row(self, row_index: int, result: Any, group: int | None) -> None:
+        self.rows.append((row_index, result, group))
 
-def rows_entry(entry: str, group: int, indices: Sequence[int], *, instance: str = "s/0", attempt: int = 1) -> ResultEntry:
+
+def rows_entry(
+    entry: str, group: int, indices: Sequence[int], *, instance: str = "s/0", attempt: int = 1
+) -> ResultEntry:
     payload = b"".join(bytes(part) for part in rows_payload([{"i": index} for index in indices]).buffers)
     return ResultEntry(entry, "rows", "b", group, tuple(indices), attempt, instance, "", payload)
 
@@ -140,7 +145,9 @@ def test_handing_over_names_the_entries_of_each_shard_and_their_bytes_once() -> 
 
 
 def test_an_entry_of_a_group_handed_over_may_go_at_once_and_frees_its_bytes() -> None:
-    """A broker that lost its last second counts these bytes as unread again; unless they are freed, its workers wait for ever."""
+    """A broker that lost its last second counts these bytes as unread again; unless they are freed, its workers wait
+    for ever.
+    """
     desk = Desk()
     desk.collection.add(rows_entry("1-0", 0, [0, 1]))
     desk.collection.hand_over([0])

@@ -107,7 +107,9 @@ def test_groups_are_counted_per_instance() -> None:
 
 
 @pytest.mark.parametrize("nonsense", ["{", "[1]", '{"await_results": "long"}', '{"await_results": null}'])
-def test_times_that_cannot_be_read_are_told_and_cost_nothing_else(nonsense: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_times_that_cannot_be_read_are_told_and_cost_nothing_else(
+    nonsense: str, caplog: pytest.LogCaptureFixture
+) -> None:
     ledger = TimingLedger()
     ledger.note("a", packed(await_results=1.0))
     with caplog.at_level(logging.WARNING, "rolloutbus.collector"):

@@ -1,4 +1,6 @@
-"""One mcqa stack for all tests that leave it whole, and the check after each test that nothing runs which did not before."""
+"""One mcqa stack for all tests that leave it whole, and the check after each test that nothing runs which did not
+before.
+"""
 
 from __future__ import annotations
 

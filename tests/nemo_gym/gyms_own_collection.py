@@ -1,4 +1,5 @@
-"""NeMo Gym's collection by itself, against servers that run: `gyms_own_collection.py HEAD_PORT`, rows as JSON on standard input.
+"""NeMo Gym's collection by itself, against servers that run: `gyms_own_collection.py HEAD_PORT`, rows as JSON on
+standard input.
 
 The last line it prints is `{row index: reward}`.
 """

@@ -8,27 +8,15 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
 
+from examples.nemo_gym.model_server import AnswerKey, ModelServer
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 Row = dict[str, Any]
-
-
-def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-# The very server that the example runs.
-model_server: Any = _load(ROOT / "examples" / "nemo_gym" / "model_server.py")
 
 
 def shipped(environment: str) -> Path:
@@ -54,12 +42,11 @@ class Model:
     """The canned model on a port it keeps. Each request waits while `held`, where its prompt says so."""
 
     def __init__(self) -> None:
-        self.key = model_server.AnswerKey([shipped("mcqa"), shipped("workplace_assistant")])
+        self.key = AnswerKey([shipped("mcqa"), shipped("workplace_assistant")])
         self._connections: set[socket.socket] = set()
-        self._server: Any = None
         self.port = 0
-        self.up()
         self.reset()
+        self.up()
 
     @property
     def url(self) -> str:
@@ -72,7 +59,7 @@ class Model:
     def up(self) -> None:
         connections = self._connections
 
-        class Server(model_server.ModelServer):  # type: ignore[misc]
+        class Server(ModelServer):
             def get_request(self) -> tuple[socket.socket, Any]:
                 connection, address = super().get_request()
                 connections.add(connection)
@@ -83,8 +70,11 @@ class Model:
 
         self._server = Server(self.key, self.port)
         self.port = self._server.server_port
-        self._server.intercept = lambda path, request: self._intercept(path, request)
+        self._server.intercept = self._answer
         self._server.start()
+
+    def _answer(self, path: str, request: Any) -> Any:
+        return self._intercept(path, request)
 
     def down(self) -> None:
         """Stop listening and cut every connection, as a killed process does."""

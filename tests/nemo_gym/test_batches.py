@@ -78,7 +78,9 @@ async def test_a_model_that_keeps_answering_500_is_tried_again_and_then_the_grou
         stack.host({"quiz": {}}, {MCQA: "quiz"})
         await stack.worker(mcqa, "quiz", infra_attempts=2)
         client = await stack.connected()
-        async with client.run_groups(example_rows("mcqa", MCQA)[:GENERATIONS], GENERATIONS, on_failure="yield") as batch:
+        async with client.run_groups(
+            example_rows("mcqa", MCQA)[:GENERATIONS], GENERATIONS, on_failure="yield"
+        ) as batch:
             [failure] = [group async for group in batch]
         [(_, letter)] = stack.redis.xrange(stack.keys.dead)
     assert isinstance(failure, GroupFailure)

@@ -1,4 +1,6 @@
-"""genrm_compare, which scores siblings against each other and waits for ever for one that never comes, on two replicas."""
+"""genrm_compare, which scores siblings against each other and waits for ever for one that never comes, on two
+replicas.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from typing import Any
 
 import psutil
 from rolloutbus.broker.embedded import EmbeddedBroker
-from rolloutbus.trainer import CompletedGroup
+from rolloutbus.trainer import CompletedGroup, GroupFailure
 
+from examples.nemo_gym.model_server import WRONG
 from tests.nemo_gym.support import HERE, ROOT, Held, Model, Row, gym_config, still_there, tree_of
 from tests.stacks import Stack, stack_on
 
@@ -71,19 +74,35 @@ def rows_to_compare(prompts: int) -> list[Row]:
     ]
 
 
-def check_scored_once(groups: list[Any], prompts: int) -> None:
-    """Each group came once, from one instance and one attempt, with the sum of rewards that a comparison among all four gives."""
-    assert sorted(group.group_index for group in groups) == list(range(prompts))
+def check_scored_once(outcomes: list[CompletedGroup | GroupFailure], prompts: int) -> list[CompletedGroup]:
+    """Each group came once, from one instance and one attempt, with rewards that a comparison of its own four answers
+    gives.
+    """
+    groups = [group for group in outcomes if isinstance(group, CompletedGroup)]
+    assert sorted(group.group_index for group in groups) == list(range(prompts)), outcomes
     for group in groups:
-        assert isinstance(group, CompletedGroup), group
         assert len(set(group.origins)) == 1
-        assert len({result["reward"] for result in group.results}) > 0
+        for sibling, result in enumerate(group.results):
+            # Where the verifier tells which sibling it scored, it is the caller's own number.
+            assert result.get("_ng_rollout_index", sibling) == sibling
+            assert "_ng_group_id" not in result
+        right = [result["reward"] for result in group.results if WRONG not in said(result)]
+        wrong = [result["reward"] for result in group.results if WRONG in said(result)]
+        assert len(right) + len(wrong) == SIBLINGS
+        assert min(right, default=6) > max(wrong, default=0)
+    return groups
+
+
+def said(result: dict[str, Any]) -> str:
+    return result["response"]["output"][-1]["content"][0]["text"]
 
 
 async def test_groups_meet_on_two_replicas_and_a_killed_workers_group_is_scored_once_by_one_attempt(
     model: Model, broker: EmbeddedBroker
 ) -> None:
-    """Three siblings of a group have arrived at the verifier when the worker dies; the other replica must not wait for them."""
+    """Three siblings of a group have arrived at the verifier when the worker dies; the other replica must not wait
+    for them.
+    """
     async with AsyncExitStack() as ends, stack_on(broker) as stack:
         stack.host({"judge": {"replicas": 2, "commit": "group"}}, {"genrm_agent": "judge"})
         replicas = await asyncio.gather(*(Replica.start(stack, model, number) for number in range(2)))
@@ -91,17 +110,21 @@ async def test_groups_meet_on_two_replicas_and_a_killed_workers_group_is_scored_
             ends.push_async_callback(replica.stop)
         client = await stack.connected()
         async with client.run_groups(rows_to_compare(6), SIBLINGS) as batch:
-            groups = [group async for group in batch]
-        check_scored_once(groups, 6)
+            outcomes = [group async for group in batch]
+        groups = check_scored_once(outcomes, 6)
+        # Not all alike, or the comparison above compares nothing.
+        assert len({result["reward"] for group in groups for result in group.results}) > 1
         assert {origin.instance for group in groups for origin in group.origins} == {"judge/0", "judge/1"}
 
         judged = asyncio.Semaphore(0)
+        verdicts: list[str] = []
         loop = asyncio.get_running_loop()
         held = Held(lambda request: request.get("temperature") == LAST)
 
         def watch(path: str, request: Any) -> None:
             # A sibling is compared with those that came before it, so three siblings mean at least two comparisons.
             if path == "/v1/responses":
+                verdicts.append(path)
                 loop.call_soon_threadsafe(judged.release)
             held(path, request)
 
@@ -112,17 +135,21 @@ async def test_groups_meet_on_two_replicas_and_a_killed_workers_group_is_scored_
                 await judged.acquire()
             label = await holder(stack)
             await replicas[int(label[-1])].kill()
+            assert len(verdicts) == 2
             held.release()
-            group = await waiting
-        check_scored_once([group], 1)
-        assert isinstance(group, CompletedGroup)
+            outcome = await waiting
+        [group] = check_scored_once([outcome], 1)
         assert {origin.instance for origin in group.origins} == {f"judge/{1 - int(label[-1])}"}
         assert {origin.attempt for origin in group.origins} == {2}
+        # Each of the four is compared with the next, all anew.
+        assert len(verdicts) == 2 + SIBLINGS
         for replica in replicas:
             await replica.stop()
 
 
 async def holder(stack: Stack) -> str:
     """The instance that took the newest group."""
-    _, newest = [(entry, fields) for entry, fields in stack.redis.xrange(stack.keys.events) if fields[b"kind"] == b"taken"][-1]
+    _, newest = [
+        (entry, fields) for entry, fields in stack.redis.xrange(stack.keys.events) if fields[b"kind"] == b"taken"
+    ][-1]
     return newest[b"instance"].decode()

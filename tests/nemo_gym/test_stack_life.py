@@ -12,7 +12,7 @@ import psutil
 import pytest
 from rolloutbus.broker.errors import ConfigError
 from rolloutbus.shard_workers.environments.nemo_gym import NemoGymEnvironment
-from rolloutbus.shard_workers.environments.nemo_gym.errors import GroupSizeError, GymStackError, GymStartError
+from rolloutbus.shard_workers.environments.nemo_gym.errors import GymStackError, GymStartError
 
 from tests.nemo_gym.support import HERE, ROOT, Held, Model, gym_config, shipped_config, still_there, tree_of
 from tests.nemo_gym.test_rollouts import group, outcomes
@@ -30,7 +30,9 @@ async def test_a_dead_agent_server_ends_running_rows_and_health_names_it_and_sto
     )
     [supervisor] = [child for child in psutil.Process().children() if "supervisor.py" in " ".join(child.cmdline())]
     tree = tree_of(supervisor.pid)
-    agent = next(p for p in tree if p.environ().get("NEMO_GYM_CONFIG_PATH") == "mcqa_simple_agent" and "python" in p.name())
+    agent = next(
+        p for p in tree if p.environ().get("NEMO_GYM_CONFIG_PATH") == "mcqa_simple_agent" and "python" in p.name()
+    )
     held = Held()
     model.reset(held)
     running = asyncio.create_task(outcomes(environment, group()))
@@ -45,7 +47,7 @@ async def test_a_dead_agent_server_ends_running_rows_and_health_names_it_and_sto
     await environment.stop()
     await environment.stop()
     assert still_there(tree) == []
-    assert "Gym" in (tmp_path / "stack.log").read_text()
+    assert (tmp_path / "stack.log").stat().st_size > 0
 
 
 async def test_a_config_that_gym_refuses_is_a_start_error_with_gyms_words_and_leaves_nothing(model: Model) -> None:
@@ -86,11 +88,3 @@ async def test_a_killed_worker_leaves_no_process_of_its_stack(model: Model) -> N
     worker.kill()
     await worker.wait()
     assert still_there(tree) == []
-
-
-async def test_a_group_that_its_verifier_would_wait_on_for_ever_is_refused(mcqa: NemoGymEnvironment) -> None:
-    """The check alone; that real groups meet is in test_group_verifier.py."""
-    from rolloutbus.shard_workers.environments.nemo_gym.settings import Verifier, check_group
-
-    with pytest.raises(GroupSizeError, match="this call has 3 rows"):
-        check_group({"agent": Verifier("genrm_compare", 4)}, "agent", [{}, {}, {}])

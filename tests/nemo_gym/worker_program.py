@@ -1,4 +1,5 @@
-"""A worker with a Gym stack in a process of its own: `worker_program.py JSON`, with the broker's settings or the stack alone.
+"""A worker with a Gym stack in a process of its own: `worker_program.py JSON`, with the broker's settings or the
+stack alone.
 
 It says `{"supervisor": pid}` when the stack is up and the worker reads, and works until its standard input closes.
 """

@@ -1,4 +1,6 @@
-"""Publishing against a broker of our own making: what is written, what waits for what, and what is told when it cannot go on."""
+"""Publishing against a broker of our own making: what is written, what waits for what, and what is told when it cannot
+go on.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,14 @@ from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.producer import Producer, PromptGroup, Publication
 from rolloutbus.producer.publishing import encode_group
 
+from tests.stacks import until
+
 KEYS = Keys("r")
 
 
 def group(index: int, *, shard: str = "s", size: int = 2, **more: Any) -> PromptGroup:
     first = index * size
-    rows = [{"responses_create_params": {}, "_rowidx": first + at, **more} for at in range(size)]
+    rows: list[dict[str, Any]] = [{"responses_create_params": {}, "_rowidx": first + at, **more} for at in range(size)]
     return PromptGroup(index, first, "a", shard, rows)
 
 
@@ -153,8 +157,7 @@ async def test_nothing_is_published_while_the_memory_is_over_its_share() -> None
     broker.memory = "maxmemory:100\r\nused_memory:71"
     out = publication(group(0))
     work = asyncio.create_task(broker.producer().publish(out))
-    while "memory is over 70%" not in out.waiting_for:
-        await asyncio.sleep(0)
+    await until(lambda: "memory is over 70%" in out.waiting_for)
     assert broker.writes == []
     broker.memory = "maxmemory:100\r\nused_memory:69"
     await work

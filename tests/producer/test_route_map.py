@@ -24,7 +24,9 @@ class Hashes:
 
     async def run(self, commands: Sequence[Command]) -> list[Any]:
         self.asked.set()
-        return [[word.encode() for pair in self.content[str(command[1])].items() for word in pair] for command in commands]
+        return [
+            [word.encode() for pair in self.content[str(command[1])].items() for word in pair] for command in commands
+        ]
 
 
 async def test_the_map_is_what_the_fleet_published() -> None:

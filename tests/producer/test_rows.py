@@ -1,4 +1,6 @@
-"""Checking, stamping, grouping and routing rows: what is wrong is said by name, and nothing is changed before it is right."""
+"""Checking, stamping, grouping and routing rows: what is wrong is said by name, and nothing is changed before it is
+right.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def rows(*routes: str) -> list[dict[str, Any]]:
         ([row(), row(responses_create_params=None)], 1, TypeError, ["row 1", "NoneType"]),
     ],
 )
-def test_a_batch_that_cannot_be_published_is_refused_by_name(bad: Any, size: Any, family: type, words: list[str]) -> None:
+def test_a_batch_that_cannot_be_published_is_refused_by_name(
+    bad: Any, size: Any, family: type, words: list[str]
+) -> None:
     with pytest.raises(RolloutBusError) as caught:
         check_rows(bad, size)
     assert isinstance(caught.value, family)
@@ -67,9 +71,11 @@ def test_stamping_numbers_the_whole_batch_in_place() -> None:
     assert [one["_rowidx"] for one in batch] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("lost", [{}, {"agent_ref": {}}, {"agent_ref": {"name": ""}}, {"task_source": ""}, {"agent_ref": "a"}])
+@pytest.mark.parametrize(
+    "lost", [{}, {"agent_ref": {}}, {"agent_ref": {"name": ""}}, {"task_source": ""}, {"agent_ref": "a"}]
+)
 def test_a_row_without_a_route_is_refused_with_its_number(lost: dict[str, Any]) -> None:
-    bad = {"responses_create_params": {}, **lost}
+    bad: dict[str, Any] = {"responses_create_params": {}, **lost}
     with pytest.raises(RouteError, match=r"row 3: .*agent_ref.*task_source"):
         plan_groups([*rows("a", "a", "a"), bad], ROUTES, 2)
 
@@ -127,4 +133,7 @@ def test_bucketing_loses_and_doubles_no_row(routes: list[str], size: int) -> Non
     assert indices == list(range(len(batch)))
     for shard, groups in buckets.items():
         assert {ROUTES[route_of(group[0])] for group in groups} == {shard}
-        assert all([one["_rowidx"] for one in group] == list(range(group[0]["_rowidx"], group[0]["_rowidx"] + size)) for group in groups)
+        assert all(
+            [one["_rowidx"] for one in group] == list(range(group[0]["_rowidx"], group[0]["_rowidx"] + size))
+            for group in groups
+        )

@@ -15,10 +15,12 @@ from rolloutbus.broker.worker_transitions import Acceptance, Attempt, Rows, Work
 from tests.regressions.arena import Arena, Environment, rows_of
 
 
-async def _take(transitions: WorkerTransitions, entries: list[str], token: str) -> tuple[Attempt, str]:
+async def _take(
+    transitions: WorkerTransitions, entries: list[str], token: str, crash_limit: int = 5
+) -> tuple[Attempt, str]:
     raw = (await transitions.fetch(entries))[0]
     group = parse_group(*raw)
-    taken = await transitions.take(group, token, observing=True, crash_limit=5)
+    taken = await transitions.take(group, token, observing=True, crash_limit=crash_limit)
     return Attempt(group, token, taken.attempt), taken.status
 
 
@@ -75,6 +77,30 @@ async def test_a_second_loss_during_the_take_over_does_not_block_it(arena: Arena
         await third.accept([_result(attempt, "third")])
         groups = [group async for group in batch]
     assert groups[0].results == [{"from": "third"}]
+
+
+async def test_groups_on_their_last_chance_run_one_at_a_time(arena: Arena) -> None:
+    """A poison job and seven healthy ones shared a worker. They were lost together, taken over together by the next worker, and lost
+    again; after three rounds all eight were in the dead letter queue. What is lost once more is buried, so no instance runs
+    two such groups side by side: the innocent one gets through, and the guilty one dies alone.
+    """
+    first, second = arena.transitions("s/0"), arena.transitions("s/1")
+    await second.register()
+    async with arena.client() as client, client.run_groups(rows_of(2, 1), 1) as batch:
+        for at in range(2):
+            await _take(first, await _first_entry(arena, first), f"token-{at}")
+        lost = [await _claimed(second), await _claimed(second)]
+        await second.register()
+        one, status = await _take(second, lost[0], "token-2", crash_limit=2)
+        _, other = await _take(second, lost[1], "token-3", crash_limit=2)
+        assert (status, other) == ("ok", "suspect")
+        await second.accept([_result(one, "second")])
+        two, status = await _take(second, await _claimed(second), "token-4", crash_limit=2)
+        assert status == "ok"
+        await second.accept([_result(two, "second")])
+        groups = [group async for group in batch]
+    assert len(groups) == 2
+    assert batch.metrics["timing/rollout/redeliveries"] == 2
 
 
 async def test_a_job_of_five_leases_is_delivered_once(arena: Arena) -> None:

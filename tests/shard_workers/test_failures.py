@@ -99,10 +99,9 @@ def test_a_failure_is_plain_data_with_type_message_and_traceback() -> None:
     def rollout() -> None:
         raise KeyError("reward")
 
-    try:
+    with pytest.raises(KeyError) as caught:
         rollout()
-    except KeyError as error:
-        failure = describe(error)
+    failure = describe(caught.value)
     assert (failure.type, failure.message) == ("KeyError", "'reward'")
     assert "in rollout" in failure.traceback
     assert Failure.unpacked(failure.packed()) == failure

@@ -1,4 +1,6 @@
-"""Finished rows on their way into the broker: together where they finish together, once, and ended by the broker's word."""
+"""Finished rows on their way into the broker: together where they finish together, once, and ended by the broker's
+word.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from rolloutbus.broker.channel import Payload
 from rolloutbus.broker.errors import BrokerUnavailableError
 from rolloutbus.broker.messages import GroupEntry
 from rolloutbus.broker.worker_transitions import Acceptance, Accepted, Attempt
-from rolloutbus.shard_workers.finishing import ENTRY_BYTES, STEP_BYTES, Finisher, IncompleteGroupError, LostAttemptError, Outgoing
+from rolloutbus.shard_workers.finishing import (
+    ENTRY_BYTES,
+    STEP_BYTES,
+    Finisher,
+    IncompleteGroupError,
+    LostAttemptError,
+    Outgoing,
+)
 
 LIMIT_S = 10
 Answering = Callable[[Sequence[Acceptance]], Awaitable[list[Accepted]]]

@@ -1,4 +1,6 @@
-"""One attempt's rows in an environment: each result once, and whatever breaks the contract becomes an error of this attempt."""
+"""One attempt's rows in an environment: each result once, and whatever breaks the contract becomes an error of this
+attempt.
+"""
 
 from __future__ import annotations
 
@@ -60,25 +62,25 @@ async def test_a_row_may_come_back_as_its_index() -> None:
     assert [at for at, _ in await run(stream((7, {}), (6, {}), (8, {})))] == [1, 0, 2]
 
 
-@pytest.mark.parametrize(
-    ("item", "words"),
-    [
-        ((99, {}), "row index 99, which is not in this group (6, 7, 8)"),
-        ((-1, {}), "row index -1"),
-        ((True, {}), "row index True"),
-        (("6", {}), "row index '6'"),
-        ((6.0, {}), "row index 6.0"),
-        ((None, {}), "row index None"),
-        (({"other": 1}, {}), "row index None"),
-        (({"_rowidx": True}, {}), "row index True"),
-        ((6, None), "row 6 came back with None as its result; it must be a dict"),
-        ((6, [1]), "row 6 came back with [1]"),
-        ((6, "x" * 200), "row 6 came back with 'xxx"),
-        (None, "yielded None; it must yield (row, result)"),
-        ({"_rowidx": 6}, "it must yield (row, result)"),
-        ((6, {}, 1), "it must yield (row, result)"),
-    ],
-)
+NO_RESULTS: list[tuple[Any, str]] = [
+    ((99, {}), "row index 99, which is not in this group (6, 7, 8)"),
+    ((-1, {}), "row index -1"),
+    ((True, {}), "row index True"),
+    (("6", {}), "row index '6'"),
+    ((6.0, {}), "row index 6.0"),
+    ((None, {}), "row index None"),
+    (({"other": 1}, {}), "row index None"),
+    (({"_rowidx": True}, {}), "row index True"),
+    ((6, None), "row 6 came back with None as its result; it must be a dict"),
+    ((6, [1]), "row 6 came back with [1]"),
+    ((6, "x" * 200), "row 6 came back with 'xxx"),
+    (None, "yielded None; it must yield (row, result)"),
+    ({"_rowidx": 6}, "it must yield (row, result)"),
+    ((6, {}, 1), "it must yield (row, result)"),
+]
+
+
+@pytest.mark.parametrize(("item", "words"), NO_RESULTS)
 async def test_what_is_no_result_of_this_group_is_refused_by_name(item: Any, words: str) -> None:
     (_, error), *rest = await run(stream(item, *ALL))
     assert isinstance(error, EnvironmentContractError)

@@ -44,7 +44,9 @@ async def test_those_who_wait_are_served_in_order() -> None:
 
 
 async def test_one_who_only_wants_to_know_does_not_keep_a_place_from_one_who_takes_it() -> None:
-    """A reader that was woken went to sleep at the broker, and a group that had been claimed waited beside a free slot for ever."""
+    """A reader that was woken went to sleep at the broker, and a group that had been claimed waited beside a free slot
+    for ever.
+    """
     slots = Slots(1)
     slots.occupy_now()
     curious = asyncio.create_task(slots.any_free())

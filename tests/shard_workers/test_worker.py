@@ -12,7 +12,7 @@ from rolloutbus.broker.errors import GroupFailedError
 from rolloutbus.shard_workers.worker import ShardWorker
 from rolloutbus.trainer import BatchCounts, CompletedGroup, GroupFailure
 
-from tests.stacks import EachRow, Row, Stack, WholeGroup, check_groups, groups_of, rows_of, within
+from tests.stacks import EachRow, Row, Stack, WholeGroup, check_groups, groups_of, rows_of, until, within
 
 
 class StatusError(Exception):
@@ -58,7 +58,12 @@ async def test_an_infra_failure_has_five_attempts(stack: Stack) -> None:
     environment = WholeGroup(failing_with(StatusError(503)))
     await stack.worker(environment)
     (failure,), batch = await outcome_of(stack)
-    assert (failure.failure_class, failure.http_status, failure.attempt, failure.type) == ("infra", 503, 5, "StatusError")
+    assert (failure.failure_class, failure.http_status, failure.attempt, failure.type) == (
+        "infra",
+        503,
+        5,
+        "StatusError",
+    )
     assert len(environment.calls) == 5
     assert batch.metrics["timing/rollout/retries"] == 4
     assert batch.metrics["timing/rollout/dead_groups"] == 1
@@ -287,8 +292,7 @@ async def test_a_lease_that_was_lost_cancels_the_local_rollout(stack: Stack) -> 
         words = stack.redis.hget(key, "g:0").decode().split(" ")
         stack.redis.hset(key, "g:0", " ".join([*words[:2], "another", *words[3:]]))
         await environment.idle.wait()
-        while not worker.statistics().ended:
-            await asyncio.sleep(0.01)
+        await until(lambda: worker.statistics().ended)
         assert worker.statistics().ended == {"lost": 1}
     assert batch.counts.cancelled == 1
 

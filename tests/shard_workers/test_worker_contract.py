@@ -1,4 +1,6 @@
-"""What an environment does against its contract, seen through the whole way: a clear failure, nothing lost, nothing hung, the others go on."""
+"""What an environment does against its contract, seen through the whole way: a clear failure, nothing lost, nothing
+hung, the others go on.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,11 @@ async def cancels_its_own_task(rows: Sequence[Row]) -> AsyncGenerator[Any]:
 
 
 CASES: dict[str, tuple[Callable[[Sequence[Row]], AsyncGenerator[Any]], str, str]] = {
-    "a foreign row index": (yielding((0, {})), "EnvironmentContractError", "row index 0, which is not in this group (2, 3)"),
+    "a foreign row index": (
+        yielding((0, {})),
+        "EnvironmentContractError",
+        "row index 0, which is not in this group (2, 3)",
+    ),
     "a negative row index": (yielding((-1, {})), "EnvironmentContractError", "row index -1"),
     "a boolean row index": (yielding((True, {})), "EnvironmentContractError", "row index True"),
     "a string as row index": (yielding(("2", {})), "EnvironmentContractError", "row index '2'"),
@@ -68,7 +74,11 @@ CASES: dict[str, tuple[Callable[[Sequence[Row]], AsyncGenerator[Any]], str, str]
     "a number too large": (yielding(row_with({"deep": {"er": 2**64}})), "EncodeError", "deep"),
     "an exception": (yielding(KeyError("reward")), "KeyError", "'reward'"),
     "an exception for one row": (yielding(row_with(ValueError("bad row"))), "ValueError", "bad row"),
-    "CancelledError of its own": (yielding(asyncio.CancelledError()), "EnvironmentCancelledError", "CancelledError by itself"),
+    "CancelledError of its own": (
+        yielding(asyncio.CancelledError()),
+        "EnvironmentCancelledError",
+        "CancelledError by itself",
+    ),
     "its own task cancelled": (cancels_its_own_task, "EnvironmentCancelledError", "cancelled the task"),
     "SystemExit": (yielding(SystemExit(2)), "EnvironmentContractError", "SystemExit(2)"),
 }
@@ -99,7 +109,9 @@ async def test_a_result_above_the_limit_is_named_with_its_size(stack: Stack) -> 
     stack.options["max_payload_bytes"] = 5000
     await stack.worker(misbehaving(yielding(row_with({"text": "x" * 6000}))), data_attempts=1)
     client = await stack.connected()
-    with pytest.raises(GroupFailedError, match=r"PayloadTooLargeError: the result of row 2 is 60\d\d bytes, above max_payload_bytes"):
+    with pytest.raises(
+        GroupFailedError, match=r"PayloadTooLargeError: the result of row 2 is 60\d\d bytes, above max_payload_bytes"
+    ):
         async with client.run_groups(rows_of(4), 2) as batch:
             await groups_of(batch)
 
@@ -120,7 +132,9 @@ async def test_an_environment_that_changes_its_rows_changes_nothing_else(stack: 
 
 
 @within(20)
-async def test_a_row_that_never_ends_fails_its_group_at_the_deadline_and_the_others_came_long_before(stack: Stack) -> None:
+async def test_a_row_that_never_ends_fails_its_group_at_the_deadline_and_the_others_came_long_before(
+    stack: Stack,
+) -> None:
     async def rollout(row: Row) -> Row:
         if row["_rowidx"] == 0:
             await asyncio.Event().wait()
@@ -163,7 +177,7 @@ async def test_the_deadline_counts_over_all_attempts(stack: Stack) -> None:
 async def test_an_environment_that_blocks_the_event_loop_keeps_its_lease(stack: Stack) -> None:
     async def rollout(row: Row) -> Row:
         if row["_rowidx"] == 0:
-            time.sleep(5 * stack.options["lease_s"])
+            time.sleep(5 * stack.options["lease_s"])  # noqa: ASYNC251
         return {"row": row["_rowidx"]}
 
     stack.host({"s": {"replicas": 2}})
@@ -202,5 +216,9 @@ async def test_an_environment_that_swallows_its_cancellation_is_left_behind_and_
         groups = await groups_of(batch)
         assert gave_way.is_set()
         let_go.set()
-    assert [type(g) for g in sorted(groups, key=lambda g: g.group_index)] == [GroupFailure, CompletedGroup, CompletedGroup]
+    assert [type(g) for g in sorted(groups, key=lambda g: g.group_index)] == [
+        GroupFailure,
+        CompletedGroup,
+        CompletedGroup,
+    ]
     assert worker.statistics().ended == {"dead": 1, "done": 2}

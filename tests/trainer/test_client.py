@@ -1,4 +1,4 @@
-"""The client as a trainer uses it: groups and rows as they complete, batches side by side, any event loop, any thread."""
+"""The client as a trainer uses it: groups and rows as they complete, batches side by side, any loop, any thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rolloutbus.broker.errors import (
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.trainer import BatchCounts, CompletedGroup, GroupFailure, RolloutClient
 
-from tests.stacks import EachRow, Row, Stack, check_groups, groups_of, rows_of, within
+from tests.stacks import EachRow, Row, Stack, check_groups, groups_of, rows_of, stack_on, until, within
 
 GONE_WITHIN_S = 2.0
 
@@ -99,7 +99,7 @@ async def test_a_slow_group_holds_up_no_other(stack: Stack) -> None:
 
 @within(20)
 async def test_rows_come_one_by_one_in_completion_order(stack: Stack) -> None:
-    events = [asyncio.Event() for _ in range(4)]
+    events = {index: asyncio.Event() for index in range(4)}
 
     async def rollout(row: Row) -> Row:
         await events[row["_rowidx"]].wait()
@@ -127,8 +127,6 @@ async def test_batches_run_side_by_side_and_a_paused_one_blocks_no_other(stack: 
 
 @within(30)
 async def test_a_paused_batch_over_its_bound_blocks_no_other_and_loses_nothing(broker: EmbeddedBroker) -> None:
-    from tests.stacks import stack_on
-
     big = "x" * 20_000
 
     async def rollout(row: Row) -> Row:
@@ -189,7 +187,9 @@ async def test_two_event_loops_in_two_threads_use_one_client_side_by_side(stack:
 async def test_plain_code_gets_results_in_input_order(stack: Stack) -> None:
     await stack.worker()
     rows = rows_of(6)
-    results = await asyncio.to_thread(RolloutClient.run_sync, stack.broker.url, rows, 2, run=stack.run, settings=stack.options)
+    results = await asyncio.to_thread(
+        RolloutClient.run_sync, stack.broker.url, rows, 2, run=stack.run, settings=stack.options
+    )
     assert [result["row"] for result in results] == list(range(12))
 
 
@@ -215,9 +215,22 @@ async def test_a_failed_group_is_yielded_as_a_failure_where_asked_for(stack: Sta
 async def test_plain_code_finds_a_failure_in_each_of_its_rows_places(stack: Stack) -> None:
     await stack.worker(EachRow(failing_group_one), data_attempts=1)
     results = await asyncio.to_thread(
-        RolloutClient.run_sync, stack.broker.url, rows_of(3), 2, run=stack.run, settings=stack.options, on_failure="yield"
+        RolloutClient.run_sync,
+        stack.broker.url,
+        rows_of(3),
+        2,
+        run=stack.run,
+        settings=stack.options,
+        on_failure="yield",
     )
-    assert [type(result).__name__ for result in results] == ["dict", "dict", "GroupFailure", "GroupFailure", "dict", "dict"]
+    assert [type(result).__name__ for result in results] == [
+        "dict",
+        "dict",
+        "GroupFailure",
+        "GroupFailure",
+        "dict",
+        "dict",
+    ]
 
 
 @within(20)
@@ -225,17 +238,18 @@ async def test_a_failed_group_raises_otherwise_and_cleans_up(stack: Stack) -> No
     environment = EachRow(failing_group_one)
     await stack.worker(environment, data_attempts=1)
     client = await stack.connected()
-    with pytest.raises(GroupFailedError, match=r"group 1 \(rows 2 to 3\) failed for good on s, attempt 1: ValueError: unlucky"):
-        async with client.run_groups(rows_of(2), 2) as batch:
-            await groups_of(batch)
+    batch = client.run_groups(rows_of(2), 2)
+    with pytest.raises(
+        GroupFailedError, match=r"group 1 \(rows 2 to 3\) failed for good on s, attempt 1: ValueError: unlucky"
+    ):
+        await groups_of(batch)
     assert stack.keys_of(batch.id) == []
 
 
 async def gone(stack: Stack, batch: str, environment: EachRow) -> None:
     """Within two seconds no task of the batch runs and no key of it is there."""
     async with asyncio.timeout(GONE_WITHIN_S):
-        while environment.running or stack.keys_of(batch):
-            await asyncio.sleep(0.01)
+        await until(lambda: not environment.running and not stack.keys_of(batch))
 
 
 @within(20)
@@ -259,8 +273,7 @@ async def test_leaving_after_the_third_group_ends_the_tasks_and_removes_the_keys
 async def results_are_gone(stack: Stack) -> None:
     """Entries of a batch that was left used to stay on the client's result stream for as long as the client lived."""
     async with asyncio.timeout(5):
-        while await stack.watch.xlen(stack.keys.results("trainer", "s")):
-            await asyncio.sleep(0.01)
+        await until(lambda: stack.redis.xlen(stack.keys.results("trainer", "s")) == 0)
 
 
 @within(20)
@@ -278,10 +291,15 @@ async def test_an_exception_downstream_cancels_the_batch(stack: Stack) -> None:
     environment = EachRow(Gates().rollout)
     await stack.worker(environment)
     client = await stack.connected()
-    with pytest.raises(ZeroDivisionError):
-        async with client.run_groups(rows_of(4), 2) as batch:
+    batch = client.run_groups(rows_of(4), 2)
+
+    async def step() -> None:
+        async with batch:
             await stack.happens("taken", 4)
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await step()
     await gone(stack, batch.id, environment)
 
 
@@ -448,9 +466,9 @@ async def test_a_wrong_password_is_told_without_telling_it() -> None:
 
 
 @within(20)
-async def test_without_a_fleet_the_wait_ends_by_name_and_a_second_try_may_follow_at_once(broker: EmbeddedBroker) -> None:
-    from tests.stacks import stack_on
-
+async def test_without_a_fleet_the_wait_ends_by_name_and_a_second_try_may_follow_at_once(
+    broker: EmbeddedBroker,
+) -> None:
     async with stack_on(broker) as stack:
         for _ in range(2):
             began = time.monotonic()
@@ -465,8 +483,6 @@ async def test_without_a_fleet_the_wait_ends_by_name_and_a_second_try_may_follow
 
 @within(20)
 async def test_giving_up_on_a_connection_ends_its_thread_and_frees_its_name(broker: EmbeddedBroker) -> None:
-    from tests.stacks import stack_on
-
     async with stack_on(broker) as stack:
         client = stack.client(fleet_wait_s=60)
         with pytest.raises(TimeoutError):
@@ -524,7 +540,7 @@ async def test_bad_rows_are_refused_before_anything_is_published(stack: Stack) -
     client = await stack.connected()
     good = rows_of(2)
     mixed = [*good, *rows_of(1, route="z"), *rows_of(1)]
-    for bad, error, words in (
+    cases: list[tuple[Any, type[Exception], str]] = [
         ([], ValueError, "empty"),
         (good[:3], ValueError, "3 rows are no multiple"),
         ([*good[:1], "text"], TypeError, "row 1 is a str"),
@@ -532,9 +548,10 @@ async def test_bad_rows_are_refused_before_anything_is_published(stack: Stack) -
         ([good[0], mixed[4]], RouteError, "begins at row 0 mixes routes: a, z"),
         (rows_of(1, route="z"), RouteError, "no shard hosts the route 'z'; hosted: a"),
         (good[:1] * 2, ValueError, "rows 0 and 1 are one and the same dict"),
-    ):
+    ]
+    for bad, error, words in cases:
         with pytest.raises(error, match=words):
-            client.run_groups(bad, 2)  # pyright: ignore[reportArgumentType]
+            client.run_groups(bad, 2)
     assert [key for key in stack.redis.scan_iter(f"{stack.keys.prefix}*") if b":batch:" in key] == []
 
 
@@ -545,9 +562,9 @@ async def test_a_row_the_codec_cannot_take_ends_the_batch_with_its_name_and_noth
     client = await stack.connected()
     rows = rows_of(20)
     rows[39]["responses_create_params"]["seed"] = 2**64
+    batch = client.run_groups(rows, 2)
     with pytest.raises(EncodeError, match=r"row 39.*responses_create_params.*seed"):
-        async with client.run_groups(rows, 2) as batch:
-            await groups_of(batch)
+        await groups_of(batch)
     await gone(stack, batch.id, environment)
     async with client.run_groups(rows[:20], 2) as batch:
         check_groups(await groups_of(batch), 10)
@@ -555,13 +572,13 @@ async def test_a_row_the_codec_cannot_take_ends_the_batch_with_its_name_and_noth
 
 @within(30)
 async def test_a_shard_without_an_instance_fails_its_groups_by_name(broker: EmbeddedBroker) -> None:
-    from tests.stacks import stack_on
-
     async with stack_on(broker, no_instance_timeout_s=0.3) as stack:
         stack.host()
         client = await stack.connected()
         async with client.run_groups(rows_of(2), 2, on_failure="yield") as batch:
             groups = await groups_of(batch)
         assert [type(group) for group in groups] == [GroupFailure, GroupFailure]
-        assert all("no live instance of shard s" in group.message for group in groups if isinstance(group, GroupFailure))
+        assert all(
+            "no live instance of shard s" in group.message for group in groups if isinstance(group, GroupFailure)
+        )
         assert batch.counts == BatchCounts(2, 0, 2, 0)

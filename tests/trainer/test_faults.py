@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.trainer import Batch, BatchCounts, CompletedGroup
 
-from tests.stacks import ROOT, EachRow, Row, Stack, check_groups, groups_of, rows_of, stack_on, within
+from tests.stacks import ROOT, EachRow, Row, Stack, check_groups, groups_of, rows_of, stack_on, until, within
 
 
 def stale(batch: Batch[Any]) -> float:
@@ -84,7 +84,7 @@ class Pace:
 
 
 @asynccontextmanager
-async def mortal_stack(directory: Path, persistence: Any, **settings: Any) -> AsyncIterator[Stack]:
+async def mortal_stack(directory: Path, persistence: Any, **settings: Any) -> AsyncGenerator[Stack]:
     """A stack on a broker of its own, which the test kills."""
     with EmbeddedBroker(directory=directory, persistence=persistence) as broker:
         async with stack_on(broker, **settings) as stack:
@@ -93,7 +93,9 @@ async def mortal_stack(directory: Path, persistence: Any, **settings: Any) -> As
 
 
 def cut_last_write(directory: Path, share: float) -> None:
-    """Take the end of the append-only file away, as a machine that lost power would: at a place inside of a command, too."""
+    """Take the end of the append-only file away, as a machine that lost power would: at a place inside of a command,
+    too.
+    """
     (newest,) = sorted(directory.glob("**/*.incr.aof"))[-1:]
     size = newest.stat().st_size
     os.truncate(newest, int(size * share))
@@ -139,8 +141,8 @@ async def test_a_broker_that_lost_the_end_of_its_file_gets_what_is_missing_again
 
 async def results_and_queue_are_empty(stack: Stack) -> None:
     async with asyncio.timeout(10):
-        while await stack.watch.xlen(stack.keys.results("trainer", "s")) or await stack.watch.xlen(stack.keys.groups("s")):
-            await asyncio.sleep(0.02)
+        await until(lambda: stack.redis.xlen(stack.keys.results("trainer", "s")) == 0)
+        await until(lambda: stack.redis.xlen(stack.keys.groups("s")) == 0)
 
 
 @within(60)
@@ -186,8 +188,7 @@ async def test_a_broker_that_loses_everything_in_the_middle_of_publishing_gets_t
         client = await stack.connected()
         async with client.run_groups(rows_of(60, text="x" * 2000), 2) as batch:
             groups = [await anext(batch)]
-            while "bytes queued" not in batch.waiting_for:
-                await asyncio.sleep(0.01)
+            await until(lambda: "bytes queued" in batch.waiting_for)
             stack.broker.kill()
             stack.broker.restart()
             stack.host()
@@ -278,7 +279,7 @@ class Trainer:
 
 
 @asynccontextmanager
-async def trainer(stack: Stack, take: int) -> AsyncIterator[Trainer]:
+async def trainer(stack: Stack, take: int) -> AsyncGenerator[Trainer]:
     order = {"url": stack.broker.url, "run": stack.run, "settings": stack.options, "groups": 10, "take": take}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.trainer_program", json.dumps(order),
@@ -308,9 +309,8 @@ async def test_a_batch_goes_on_in_a_new_process_after_its_trainer_was_killed(sta
         batch_id = (await first.event())["batch"]
         taken = [(await first.event())["group"] for _ in range(4)]
         # It asked for the fifth, so the first three are acknowledged at least.
-        while await handed(stack, batch_id) < 3:
-            await asyncio.sleep(0.01)
-        acknowledged = [group for group in taken if await status(stack, batch_id, group) == "handed"]
+        await until(lambda: handed(stack, batch_id) >= 3)
+        acknowledged = [group for group in taken if record(stack, batch_id, group)[0] == "handed"]
         first.process.kill()
         await first.process.wait()
     await stack.happens("finished", 6)
@@ -327,13 +327,12 @@ async def test_a_batch_goes_on_in_a_new_process_after_its_trainer_was_killed(sta
     assert batch.counts == BatchCounts(10, 10, 0, 0)
 
 
-async def status(stack: Stack, batch: str, group: int) -> str:
-    record = await stack.watch.hget(stack.keys.batch(batch), f"g:{group}")  # pyright: ignore
-    return record.decode().split(" ")[0]  # pyright: ignore
+def record(stack: Stack, batch: str, group: int) -> list[str]:
+    return stack.redis.hget(stack.keys.batch(batch), f"g:{group}").decode().split(" ")  # pyright: ignore
 
 
-async def handed(stack: Stack, batch: str) -> int:
-    return [await status(stack, batch, group) for group in range(10)].count("handed")
+def handed(stack: Stack, batch: str) -> int:
+    return [record(stack, batch, group)[0] for group in range(10)].count("handed")
 
 
 @within(60)
@@ -350,8 +349,7 @@ async def test_a_failure_that_was_handed_over_does_not_come_again_after_a_restar
     async with trainer(stack, take=9) as first:
         batch_id = (await first.event())["batch"]
         assert (await first.event())["group"] == 0
-        while b" told " not in (await stack.watch.hget(stack.keys.batch(batch_id), "g:0")):  # pyright: ignore
-            await asyncio.sleep(0.01)
+        await until(lambda: record(stack, batch_id, 0)[2] == "told")
         first.process.kill()
         await first.process.wait()
     client = await stack.connected(name_wait_s=10.0)

@@ -1,4 +1,6 @@
-"""The adapter, driven the way NeMo RL's rollout loop drives its Gym actor: tasks around `anext`, one item awaited at a time."""
+"""The adapter, driven the way NeMo RL's rollout loop drives its Gym actor: tasks around `anext`, one item awaited at
+a time.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,12 @@ def environment(stack: Stack) -> Iterator[NemoRLEnvironment]:
 
 def adapter(stack: Stack, num_generations: int = SIZE, **options: Any) -> NemoRLEnvironment:
     return NemoRLEnvironment(
-        stack.broker.url, run=stack.run, num_generations=num_generations, settings=stack.options, fleet_wait_s=5, **options
+        stack.broker.url,
+        run=stack.run,
+        num_generations=num_generations,
+        settings=stack.options,
+        fleet_wait_s=5,
+        **options,
     )
 
 
@@ -86,7 +93,12 @@ async def test_a_whole_batch_in_one_call_gives_each_row_once_with_the_metrics_on
     assert [timing for _, _, timing in before] == [None] * 19
     assert last[f"{PREFIX}/routing/groups/s"] == 5
     assert last[f"{PREFIX}/await_results"] >= 0
-    assert {name.rsplit("/", 1)[-1] for name in last} >= {"environment", "queue_wait", "postprocess_results_pct", "retries"}
+    assert {name.rsplit("/", 1)[-1] for name in last} >= {
+        "environment",
+        "queue_wait",
+        "postprocess_results_pct",
+        "retries",
+    }
     assert all(name.startswith(f"{PREFIX}/") for name in last)
 
 
@@ -100,7 +112,9 @@ async def test_the_callers_rows_are_left_as_they_are(stack: Stack, environment: 
 
 
 @within(30)
-async def test_two_hundred_calls_of_one_group_each_run_side_by_side(stack: Stack, environment: NemoRLEnvironment) -> None:
+async def test_two_hundred_calls_of_one_group_each_run_side_by_side(
+    stack: Stack, environment: NemoRLEnvironment
+) -> None:
     await stack.worker(EachRow(Rollouts().rollout))
     calls = await asyncio.gather(*(drive(environment, batch_of(1, first=prompt)) for prompt in range(200)))
     for prompt, items in enumerate(calls):
@@ -203,7 +217,9 @@ async def test_leaving_with_nothing_pending_and_closing_cancels_the_batch(
 
 
 @within(20)
-async def test_a_stream_that_is_dropped_unclosed_cancels_the_batch(stack: Stack, environment: NemoRLEnvironment) -> None:
+async def test_a_stream_that_is_dropped_unclosed_cancels_the_batch(
+    stack: Stack, environment: NemoRLEnvironment
+) -> None:
     """NeMo RL calls `ray.cancel` on Ray's own generators only; this one has its last reference to go by."""
     rollouts = Rollouts(1)
     ran = EachRow(rollouts.rollout)

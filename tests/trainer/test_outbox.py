@@ -69,7 +69,7 @@ def test_several_loops_threads_and_cancelled_waiters_lose_and_double_nothing() -
             outbox.put(item)
 
     with ThreadPoolExecutor(consumers + 3) as pool:
-        readers = [pool.submit(lambda at=at: asyncio.run(consume(at % 2 == 0))) for at in range(consumers)]
+        readers = [pool.submit(asyncio.run, consume(impatient)) for impatient in (True, False) * (consumers // 2)]
         writers = [pool.submit(produce, first) for first in (0, 1)]
         for writer in writers:
             writer.result(LIMIT_S)

@@ -33,7 +33,7 @@ Entries = dict[str, dict[str, list[str]]]
 RowsOption = Annotated[
     str | None,
     typer.Option(
-        "--rows", metavar="R", help="JSONL whose routes are checked; - reads standard input.", show_default=False
+        "--rows", "-r", metavar="R", help="JSONL whose routes are checked; - reads standard input.", show_default=False
     ),
 ]
 EntriesOption = Annotated[

@@ -23,6 +23,10 @@ ConfigPath = Annotated[
         "--config", "-c", metavar="FILE", help="YAML with `rolloutbus` and `env.nemo_gym`.", show_default=False
     ),
 ]
+ConfiguredRun = Annotated[
+    str | None,
+    typer.Option("--run", metavar="NAME", help="The run's name, in the place of the config's.", show_default=False),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

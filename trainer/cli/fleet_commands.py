@@ -15,10 +15,10 @@ from ...broker.errors import FleetError
 from ...broker.fleet_transitions import request_drain, request_scale
 from ...broker.keys import Keys
 from ...broker.settings import redacted
-from .config import ConfigPath, Overrides, configured_url, load_config, with_target
+from .config import ConfigPath, ConfiguredRun, Overrides, configured_url, load_config, with_target
 from .console import out, print_json, say
 from .interrupts import Interrupts
-from .targets import AsJson, BrokerUrl, RunName, observer_settings, on_run
+from .targets import AsJson, BrokerUrl, RunName, observer_settings, on_broker, on_run
 
 if TYPE_CHECKING:
     from ...shard_workers.fleet import ShardFleet
@@ -39,8 +39,12 @@ Replace = Annotated[
 
 @contextmanager
 def broker_of(url: str | None) -> Generator[str]:
-    """The broker at `url`, or an embedded one that ends with the command."""
+    """The broker at `url`, or an embedded one that ends with the command.
+
+    One that cannot be used is told at once: a fleet would wait for it as for one that restarts.
+    """
     if url is not None:
+        on_broker(url, _nothing)
         say(f"broker: {redacted(url)}")
         yield url
         return
@@ -78,7 +82,7 @@ def up(
     address: Address = None,
     replace: Replace = False,
     broker_url: BrokerUrl = None,
-    run: RunName = None,
+    run: ConfiguredRun = None,
 ) -> None:
     """Keep the fleet of a config running until Ctrl-C or SIGTERM; then drain and stop it. A second signal stops at
     once.
@@ -111,6 +115,9 @@ def _look_at(fleet: ShardFleet) -> None:
 
 async def _found(link: Link, keys: Keys) -> str:
     return keys.run
+
+
+async def _nothing(link: Link) -> None: ...
 
 
 def scale(

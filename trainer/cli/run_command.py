@@ -23,7 +23,7 @@ from ...producer.rows import shard_of
 from .. import RolloutClient
 from ..batch import GroupBatch, OnFailure
 from . import run_summary
-from .config import ConfigPath, Overrides, configured_url, load_config, with_target
+from .config import ConfigPath, ConfiguredRun, Overrides, configured_url, load_config, with_target
 from .console import err, out, print_json
 from .fleet_commands import broker_of, running_fleet
 from .guard import FAILED
@@ -31,7 +31,7 @@ from .interrupts import Interrupts
 from .result_lines import completed_lines, failed_lines
 from .rows import Row, read_rows
 from .run_progress import ShardProgress
-from .targets import AsJson, BrokerUrl, RunName
+from .targets import AsJson, BrokerUrl
 
 STANDARD_OUTPUT = "-"
 
@@ -86,7 +86,7 @@ def run(
     expanded: Expanded = False,
     on_failure: Failing = "yield",
     broker_url: BrokerUrl = None,
-    run_name: RunName = None,
+    run_name: ConfiguredRun = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a batch of prompts through a fleet of environments, from start to end, and write one JSON line per row.

@@ -137,9 +137,10 @@ def _start(connection: socket.socket, folder: Path) -> tuple[Gym, GymSettings] |
     settings = GymSettings.model_validate(order["settings"])
     try:
         gym = Gym(order["config"], one_venv=settings.one_venv, folder=folder)
-        gym.start()
+        gym.read()
         verifiers = gym.verifiers()
         check_start(verifiers, settings.num_generations)
+        gym.start()
     # Gym leaves with SystemExit where a config is wrong.
     except (Exception, SystemExit) as error:
         connection.sendall(encode({"error": pack_error(error)}))

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ....broker.errors import RouteError
 from .ports import free_port
@@ -57,12 +57,20 @@ class Gym:
             self._link_own_venv(folder / "venvs")
         self._tasks: list[asyncio.Task[Any]] | None = None
 
+    def read(self) -> None:
+        """Have Gym read and check the whole config, once and for all; nothing is started, and what it raises is
+        raised.
+        """
+        self._plain: dict[str, Any] = _container(self._config.get_global_config_dict(self._parser_config()))
+
     def start(self) -> None:
         """Start every server and return when all answer; blocks, and raises what Gym raises."""
-        if RAY_ADDRESS_KEY not in self._initial:
-            self._initial[RAY_ADDRESS_KEY] = _own_ray()
+        config: Any = self._config.get_global_config_dict()
+        if not config.get(RAY_ADDRESS_KEY):
+            address = _own_ray()
+            with open_dict(config):
+                config[RAY_ADDRESS_KEY] = address
         self._runner.start(self._parser_config())
-        self._plain: dict[str, Any] = _container(self._config.get_global_config_dict())
         self._collection = self._make_collection()
 
     def poll(self) -> None:
@@ -211,5 +219,6 @@ def _own_ray() -> str:
     """Start a small Ray for this stack alone; Gym's default one has a dashboard and more."""
     ray = _module("ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
+    # Without an address Ray would join whatever cluster was last started on this machine.
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="warning")
     return str(ray.get_runtime_context().gcs_address)

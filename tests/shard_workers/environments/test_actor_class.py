@@ -1,4 +1,6 @@
-"""The `actor_class` environment around classes of the shape of NeMo RL's Gym actor, written here, alone and behind a worker."""
+"""The `actor_class` environment around classes of the shape of NeMo RL's Gym actor, written here, alone and behind a
+worker.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Actor:
     def list_entries(self) -> dict[str, list[str]]:
         return {"a": ["responses_api_agents"]}
 
-    async def run_rollouts(self, nemo_gym_examples: list[Row], tokenizer: Any, timer_prefix: str) -> AsyncGenerator[Any]:
+    async def run_rollouts(
+        self, nemo_gym_examples: list[Row], tokenizer: Any, timer_prefix: str
+    ) -> AsyncGenerator[Any]:
         self.calls.append((tokenizer, timer_prefix))
         try:
             for at, row in enumerate(reversed(nemo_gym_examples)):
@@ -83,12 +87,16 @@ class PlainActor(Actor):
 
 
 class ForeignRows(Actor):
-    async def run_rollouts(self, nemo_gym_examples: list[Row], tokenizer: Any, timer_prefix: str) -> AsyncGenerator[Any]:
+    async def run_rollouts(
+        self, nemo_gym_examples: list[Row], tokenizer: Any, timer_prefix: str
+    ) -> AsyncGenerator[Any]:
         yield 99, {"reward": 0.0}, None
 
 
 class WrongItems(Actor):
-    async def run_rollouts(self, nemo_gym_examples: list[Row], tokenizer: Any, timer_prefix: str) -> AsyncGenerator[Any]:
+    async def run_rollouts(
+        self, nemo_gym_examples: list[Row], tokenizer: Any, timer_prefix: str
+    ) -> AsyncGenerator[Any]:
         yield {"reward": 0.0}
 
 
@@ -192,7 +200,9 @@ async def test_group_identity_is_new_in_each_call_and_the_callers_own_comes_back
         results = [result async for _, result in environment.run_rollouts(group(_ng_task_index=5))]
         assert {result["_ng_task_index"] for result in results} == {5}
         assert {result["full_result"]["_ng_task_index"] for result in results} == {5}
-        assert not any("_ng_group_attempt" in result or "_ng_group_attempt" in result["full_result"] for result in results)
+        assert not any(
+            "_ng_group_attempt" in result or "_ng_group_attempt" in result["full_result"] for result in results
+        )
         assert sorted(result["seen"]["_ng_rollout_index"] for result in results) == [0, 1, 2]
         seen.append({result["seen"]["_ng_task_index"] for result in results})
     assert [len(task) for task in seen] == [1, 1]

@@ -17,7 +17,10 @@ def test_siblings_share_all_but_their_place() -> None:
 
 
 def test_no_two_calls_share_a_task_index_and_the_attempt_of_a_group_grows() -> None:
-    again = [stamped([{**row, "_group_id": group} for row in ROWS], call)[0] for call, group in enumerate(["b:7:2", "b:7:2", "b:8:2"])]
+    again = [
+        stamped([{**row, "_group_id": group} for row in ROWS], call)[0]
+        for call, group in enumerate(["b:7:2", "b:7:2", "b:8:2"])
+    ]
     assert len({row["_ng_task_index"] for row in again}) == 3
     assert again[0]["_ng_group_attempt"] < again[1]["_ng_group_attempt"]
 

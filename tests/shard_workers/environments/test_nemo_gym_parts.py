@@ -1,4 +1,5 @@
-"""The parts of the `nemo_gym` environment that need no NeMo Gym: its keys, its errors, its wire, the guard of its processes.
+"""The parts of the `nemo_gym` environment that need no NeMo Gym: its keys, its errors, its wire, the guard of its
+processes.
 
 What needs the real library is in tests/nemo_gym.
 """
@@ -12,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import numpy
 import psutil
@@ -36,7 +37,9 @@ VERIFIERS = {"agent": Verifier("genrm_compare", 4)}
 
 
 def test_keys_of_ours_are_read_and_kept_from_gym() -> None:
-    settings, gym = split_config({"rolloutbus_row_timeout_s": 5, "rolloutbus_one_venv": None, "a": {"b": 1}, "config_dir": "/x"})
+    settings, gym = split_config(
+        {"rolloutbus_row_timeout_s": 5, "rolloutbus_one_venv": None, "a": {"b": 1}, "config_dir": "/x"}
+    )
     assert (settings.row_timeout_s, settings.one_venv) == (5, False)
     assert gym == {"a": {"b": 1}}
 
@@ -53,10 +56,10 @@ def test_config_paths_are_also_looked_for_beside_the_config_that_names_them(tmp_
 
 
 def test_a_group_that_is_smaller_or_larger_than_its_verifier_waits_for_is_refused() -> None:
-    check_group(VERIFIERS, "agent", [{}] * 4)
-    check_group(VERIFIERS, "another", [{}] * 3)
+    check_group(VERIFIERS, "agent", [None] * 4)
+    check_group(VERIFIERS, "another", [None] * 3)
     with pytest.raises(GroupSizeError, match=r"genrm_compare scores 4 .*this call has 3 rows.*rerun: group"):
-        check_group(VERIFIERS, "agent", [{}] * 3)
+        check_group(VERIFIERS, "agent", [None] * 3)
 
 
 def test_num_generations_is_checked_at_the_start_where_it_is_known() -> None:
@@ -130,7 +133,7 @@ def test_a_value_without_a_json_form_is_named() -> None:
 
 
 async def test_without_nemo_gym_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", Mock(return_value=None))
     with pytest.raises(ConfigError, match=r"rolloutbus\[nemo-gym\]"):
         await NemoGymEnvironment().start({})
 

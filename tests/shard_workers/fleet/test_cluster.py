@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,28 @@ async def test_a_node_removed_in_the_middle_of_a_batch_costs_no_row(
         got += [group async for group in groups]
     assert sorted(group.group_index for group in got) == list(range(60))
     assert batch.counts.failed == 0
+
+
+async def test_without_a_spare_node_the_others_carry_on_and_the_fleet_still_ends_at_once(
+    valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet, cluster: Any
+) -> None:
+    config = fleet_config(
+        valkey.url,
+        tmp_path,
+        [shard("math", replicas=3, row_s=0.05)],
+        strategy="STRICT_SPREAD",
+        workers={"slots": 2},
+        fleet={"stop_timeout_s": 60},
+    )
+    fleet = start_fleet(config)
+    async with open_batch(fleet, 30) as batch:
+        groups = aiter(batch)
+        got = [await anext(groups)]
+        victim = next(node for node in cluster.worker_nodes if node.node_id == nodes_of(fleet)["math/1"])
+        await asyncio.to_thread(cluster.remove_node, victim)
+        got += [group async for group in groups]
+    assert len(got) == 30
+    assert {status.label: status.state for status in fleet.status()}["math/1"] == "restarting"
+    begun = time.monotonic()
+    await asyncio.to_thread(fleet.shutdown)
+    assert time.monotonic() - begun < 20

@@ -105,6 +105,13 @@ def test_rows_from_standard_input_are_named_as_such() -> None:
     assert "standard input line 1 is no valid JSON" in said.said
 
 
+@pytest.mark.parametrize("command", [("run", "-r", "rows.jsonl", "-n", "2", "-o", "o.jsonl"), ("up",)])
+def test_a_broker_that_is_not_there_is_told_before_anything_starts(command: tuple[str, ...]) -> None:
+    said = call(*command, "-c", "good.yaml", "--broker-url", "redis://:secret@127.0.0.1:1/0", code=1).said
+    assert "cannot reach the broker at redis://:***@127.0.0.1:1" in said
+    assert "starting" not in said
+
+
 def test_unknown_choice_is_named() -> None:
     assert "say yield or raise" in run_says("--on-failure", "ignore")
 

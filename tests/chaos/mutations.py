@@ -1,0 +1,113 @@
+"""Weakens one guard of the broker's scripts at a time, in a copy of the product, and shows which test notices.
+
+`python -m tests.chaos.mutations [NAME …]` prints a line per guard and ends with 1 if one is noticed by nobody. The copy is imported in
+place of the product through a meta path entry of its own, so nothing that is installed changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("broker", "producer", "collector", "shard_workers", "trainer")
+TESTS = ("tests/broker/contract",)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A guard in a script: the line that holds it, and the line without it."""
+
+    name: str
+    script: str
+    guard: str
+    weakened: str
+
+
+MUTATIONS = (
+    Mutation("publish: owner", "publish", "elseif h[2] ~= ARGV[1] then refusal = 'not-owner'", "elseif false then"),
+    Mutation("publish: once", "publish", "elseif h[3] then refusal = 'repeated'", "elseif false then"),
+    Mutation("publish: open", "publish", "if not h[1] or h[1] == 'closed' then refusal", "if false then refusal"),
+    Mutation("seal: all published", "seal", "elseif h[3] ~= h[4] then", "elseif false then"),
+    Mutation("accept: token", "accept", "or r.token ~= token or", "or"),
+    Mutation("accept: running", "accept", "or r.status ~= 'running' then", "then"),
+    Mutation("accept: row once", "accept", "KEYS[2], bit, 1) == 1 then clash = true", "KEYS[2], bit, 1) == 2 then clash = true"),
+    Mutation("accept: group once", "accept", "clash = tonumber(before) ~= 0", "clash = false"),
+    Mutation("accept: covers all rows", "accept", "(finish and r.accepted + new ~= rows)", "false"),
+    Mutation("accept: ack with result", "accept", "drop_entry(KEYS[4], entry)", ""),
+    Mutation("accept: undo what it refuses", "accept", "if has_results then undo(KEYS[3], added) end", ""),
+    Mutation("renew: token", "renew", "elseif not r or r.token ~= ARGV[i + 3] then", "elseif not r then"),
+    Mutation("renew: incarnation", "renew", "if known and known ~= ARGV[2]", "if false and known ~= ARGV[2]"),
+    Mutation("fail: token", "fail", "or r.token ~= ARGV[7] or", "or"),
+    Mutation("release: token", "release", "or r.token ~= ARGV[4] or", "or"),
+    Mutation("take: own delivery", "take", "if #held == 0 or held[1][2] ~= ARGV[8] then", "if #held == 0 then"),
+    Mutation("take: crash budget", "take", "if r.infra >= tonumber(ARGV[13]) then", "if false then"),
+    Mutation("take: last chance alone", "take", "if suspect and runs_suspect(KEYS[10], KEYS[1]) then", "if false then"),
+    Mutation("claim: lease", "claim", "WORKERS, 'IDLE', lease_ms,", "WORKERS, 'IDLE', 0,"),
+    Mutation("own: one process", "own", "if holder ~= ARGV[1] and left > 0 then", "if false then"),
+    Mutation("handed: owner", "handed", "if h[1] and h[2] ~= ARGV[1] then", "if false then"),
+    Mutation("close: owner", "close", "if h[2] ~= ARGV[1] then", "if false then"),
+    Mutation("adopt: sealed", "adopt", "if h[1] ~= 'sealed' then", "if false then"),
+)
+
+
+def weakened_copy(mutation: Mutation, folder: Path) -> bool:
+    """The product under `folder/rolloutbus`, without that guard; False where the guard is not there to be weakened."""
+    for part in PARTS:
+        shutil.copytree(ROOT / part, folder / "rolloutbus" / part, ignore=shutil.ignore_patterns("__pycache__"))
+    script = folder / "rolloutbus" / "broker" / "lua" / f"{mutation.script}.lua"
+    text = script.read_text(encoding="utf-8")
+    if mutation.guard not in text:
+        return False
+    script.write_text(text.replace(mutation.guard, mutation.weakened), encoding="utf-8")
+    return True
+
+
+def noticed_by(folder: Path) -> str:
+    """The first test that fails with the weakened copy in front of the installed product, or an empty string."""
+    # The installed finder answers for the name before sys.path does, so the copy is put in front of it.
+    (folder / "sitecustomize.py").write_text(
+        "import importlib.machinery, sys\n"
+        f"class Copy:\n    @staticmethod\n    def find_spec(name, path=None, target=None):\n"
+        f"        if name.split('.')[0] == 'rolloutbus':\n"
+        f"            return importlib.machinery.PathFinder.find_spec(name, path or [{str(folder)!r}])\n"
+        "sys.meta_path.insert(0, Copy)\n",
+        encoding="utf-8",
+    )
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *TESTS, "-x", "-q", "--no-header", "-p", "no:cacheprovider"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+    return failed[1] if failed else ("" if run.returncode == 0 else f"pytest ended with {run.returncode}")
+
+
+def check(mutation: Mutation) -> bool:
+    """Print what came of one mutation; True when it was noticed."""
+    with tempfile.TemporaryDirectory(prefix="mutation-") as name:
+        if not weakened_copy(mutation, Path(name)):
+            print(f"| {mutation.name} | the guard is not where this file expects it |", flush=True)
+            return False
+        test = noticed_by(Path(name))
+    print(f"| {mutation.name} | {test or 'NOTICED BY NOBODY'} |", flush=True)
+    return bool(test)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.mutations", description=__doc__)
+    parser.add_argument("names", nargs="*", help="only guards whose name contains one of these")
+    names = parser.parse_args().names
+    print("| guard weakened | noticed by |\n|---|---|")
+    chosen = [one for one in MUTATIONS if not names or any(name in one.name for name in names)]
+    return int(not all([check(one) for one in chosen]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What an enemy, or a stranger's mistake, may put in front of the product."""
