@@ -12,6 +12,8 @@ local function runs_suspect(instance, batch_key)
   return other and other.status == 'running' and other.token == t
 end
 
+-- A broker that lost its data has no such stream; the group comes again.
+if not is_stream(KEYS[2]) then return { 'stale' } end
 local held = redis.call('XPENDING', KEYS[2], WORKERS, entry, entry, 1)
 if #held == 0 or held[1][2] ~= ARGV[8] then return { 'stale' } end
 local h = redis.call('HMGET', KEYS[1], 'state', 'unread_bytes', 'max_unread_bytes', 'rank', 'g:' .. group)

@@ -93,7 +93,7 @@ def make_plan(seed: int, fault: str) -> Plan:
     """The schedule that `seed` stands for."""
     dice = random.Random(f"{seed}:{fault}:plan")
     shards = _shards(dice)
-    batches = tuple(_batch(dice, shards, at) for at in range(dice.choice([1, 1, 2])))
+    batches = tuple(_batch(dice, fault, shards, at) for at in range(dice.choice([1, 1, 2])))
     needs_file = fault in ("broker-cut", "broker-restart", "mixed")
     settings = dict(BROKER_SETTINGS)
     if dice.random() < 0.3:
@@ -105,7 +105,7 @@ def make_plan(seed: int, fault: str) -> Plan:
         batches=batches,
         persistence="everysec" if fault == "broker-cut" or dice.random() < 0.6 or not needs_file else "always",
         tcp=dice.random() < 0.5,
-        slots=dice.choice([1, 2, 4, 8]),
+        slots=dice.choice([1, 2] if fault == "trainer-gone" else [1, 2, 4, 8]),
         at=dice.randrange(0, max(1, batches[0].groups // 2)),
         victim=dice.randrange(0, 64),
         hold_s=dice.choice([0.2, 0.6, 1.2, 2.0, 3.0]),
@@ -127,12 +127,14 @@ def _shards(dice: random.Random) -> tuple[ShardPlan, ...]:
     return (ShardPlan("scored", 2, "group", "group"), ShardPlan("solo", 1, "row", solo.rerun))
 
 
-def _batch(dice: random.Random, shards: tuple[ShardPlan, ...], number: int) -> BatchPlan:
+def _batch(dice: random.Random, fault: str, shards: tuple[ShardPlan, ...], number: int) -> BatchPlan:
     size = dice.choice([1, 2, 4, 8])
     filler = dice.choice([50, 50, 2_000, 20_000])
-    slowest_ms = dice.choice([40, 150, 400])
+    # Larger than an entry may be with others, so that a group comes in several.
+    result_bytes = dice.choice([filler, filler, filler, 300_000])
+    slowest_ms = 400 if fault == "trainer-gone" else dice.choice([40, 150, 400])
     rows: list[dict[str, Any]] = []
-    for group in range(dice.randrange(16, 48)):
+    for group in range(dice.randrange(10, 20) if result_bytes > 100_000 else dice.randrange(16, 48)):
         shard = dice.choice(shards).name
         trouble = dice.choices(["", "once", "always"], [92, 5, 3])[0]
         # One in ten is the long tail: it outlives a lease, so it is renewed or the group is lost.
@@ -145,7 +147,7 @@ def _batch(dice: random.Random, shards: tuple[ShardPlan, ...], number: int) -> B
                     "key": f"{number}-{group}-{len(rows)}",
                     "ms": dice.randrange(1, ms),
                     "trouble": trouble,
-                    "filler": filler,
+                    "filler": result_bytes,
                 }
             )
     return BatchPlan(size, rows)

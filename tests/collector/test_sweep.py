@@ -1,4 +1,5 @@
-"""Looking after what a batch waits for, against a broker of our own making: who is ended, who is not, and what is said."""
+"""Looking after what a batch waits for, against a broker of our own making: who is ended, who is not, and what is said.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ class Broker:
         self.shard: dict[str, Any] = {"replicas": 1, "group_timeout_s": 100.0}
         self.watched = True
         self.length = 2
+        self.deleted: set[int] = set()
+        self.asked: list[tuple[int, str]] = []
         self.expired: list[tuple[int, str]] = []
-        self.answer = "dead"
 
     def watched_for(self, seconds: float) -> bool:
         return self.watched
@@ -67,8 +69,11 @@ class Broker:
     async def expire(
         self, shard: str, group: OutgoingGroup, entry: str, reason: str, timeout_s: float, failure: Failure
     ) -> str:
+        self.asked.append((group.group, reason))
+        if reason == "vanished" and group.group not in self.deleted:
+            return "early"
         self.expired.append((group.group, reason))
-        return self.answer
+        return "dead"
 
 
 def record(status: str, *, instance: str = "-", first_take_s: float = 0) -> bytes:
@@ -179,34 +184,37 @@ async def test_a_shard_that_is_lost_for_good_ends_the_batch_with_what_the_fleet_
 
 
 async def test_groups_whose_entries_may_have_been_deleted_are_looked_for_when_it_has_been_quiet(desk: Desk) -> None:
-    desk.broker.length = 1
+    desk.broker.length, desk.broker.deleted = 1, {1}
     await desk.sweep(after_s=1)
-    assert desk.broker.expired == []
+    assert desk.broker.asked == []
     await desk.sweep(after_s=5)
-    assert desk.broker.expired == [(0, "vanished"), (1, "vanished")]
+    assert desk.broker.asked == [(0, "vanished"), (1, "vanished")]
+    assert desk.broker.expired == [(1, "vanished")]
 
 
 async def test_in_a_stream_full_of_others_they_are_looked_for_after_a_longer_silence(desk: Desk) -> None:
-    desk.broker.length = 100
+    desk.broker.length, desk.broker.deleted = 100, {0}
     await desk.sweep_for(60)
-    assert desk.broker.expired == []
+    assert desk.broker.asked == []
     await desk.sweep_for(5)
-    assert {group for group, _ in desk.broker.expired} == {0, 1}
+    assert desk.broker.expired == [(0, "vanished")]
 
 
 async def test_a_group_that_a_live_instance_runs_has_not_vanished(desk: Desk) -> None:
-    desk.broker.length = 0
+    desk.broker.length, desk.broker.deleted = 0, {0, 1}
     desk.broker.records[0] = record("running", instance="s", first_take_s=NOW_S)
     desk.broker.records[1] = record("running", instance="s/7", first_take_s=NOW_S)
     await desk.sweep(after_s=6)
     assert desk.broker.expired == [(1, "vanished")]
 
 
-async def test_what_the_broker_does_not_end_is_not_said_to_be_ended(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    desk.broker.length, desk.broker.answer = 1, "early"
+async def test_what_the_broker_does_not_end_is_not_said_to_be_ended(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk.broker.length = 1
     with caplog.at_level(logging.ERROR, "rolloutbus.collector"):
         await desk.sweep(after_s=6)
-    assert desk.broker.expired
+    assert desk.broker.asked
     assert caplog.records == []
 
 

@@ -135,7 +135,6 @@ async def test_groups_meet_on_two_replicas_and_a_killed_workers_group_is_scored_
                 await judged.acquire()
             label = await holder(stack)
             await replicas[int(label[-1])].kill()
-            assert len(verdicts) == 2
             held.release()
             outcome = await waiting
         [group] = check_scored_once([outcome], 1)

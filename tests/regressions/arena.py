@@ -1,11 +1,13 @@
-"""A small run for one test: an embedded broker, workers in this process or in their own, and a client. All ends with the test."""
+"""A small run for one test: an embedded broker, workers in this process or in their own, and a client. All ends with
+the test.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -17,8 +19,10 @@ from rolloutbus.broker.keys import Keys
 from rolloutbus.broker.scripts import load_scripts
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.broker.worker_transitions import Identity, WorkerTransitions
+from rolloutbus.collector import CompletedGroup
 from rolloutbus.shard_workers import ShardWorker, WorkerSettings
 from rolloutbus.trainer import RolloutClient
+from rolloutbus.trainer.batch import GroupBatch
 
 from tests.chaos.actors import Actor, Progress
 
@@ -48,12 +52,32 @@ def rows_of(groups: int, size: int, **words: Any) -> list[dict[str, Any]]:
     ]
 
 
+def echo(row: dict[str, Any]) -> dict[str, Any]:
+    return {"row": row["_rowidx"]}
+
+
+async def comes_true(ready: Callable[[], Any], within_s: float = 20.0) -> None:
+    """Return once `ready` holds; for what only the broker knows, which tells nobody."""
+    async with asyncio.timeout(within_s):
+        while True:
+            if ready():
+                return
+            await asyncio.sleep(0.02)
+
+
+async def completed(batch: GroupBatch) -> list[CompletedGroup]:
+    """All groups of a batch in which none fails."""
+    groups = [group async for group in batch]
+    assert all(isinstance(group, CompletedGroup) for group in groups), groups
+    return [group for group in groups if isinstance(group, CompletedGroup)]
+
+
 class Environment:
     """Hands each row to `roll`, one after the other, and remembers the groups it was asked for."""
 
     def __init__(self, roll: Callable[[dict[str, Any]], Any] | None = None) -> None:
         self.groups: list[str] = []
-        self._roll = roll or (lambda row: {"row": row["_rowidx"]})
+        self._roll = roll or echo
 
     async def start(self, config: Mapping[str, Any]) -> None: ...
 
@@ -91,16 +115,14 @@ class Arena:
     def worker(self, label: str, environment: Any, url: str = "", **how: Any) -> tuple[ShardWorker, asyncio.Task[None]]:
         """A worker in this process and event loop."""
         settings = BrokerSettings(url=url or self.broker.url, **self.times)
-        worker = ShardWorker(
-            settings, RUN, SHARD, label, environment, WorkerSettings(**{"retry_backoff_s": 0.05, **how})
-        )
+        worker = ShardWorker(settings, RUN, SHARD, label, environment, _quick(how))
         task = asyncio.create_task(worker.run())
         self._workers.append((worker, task))
         return worker, task
 
     def build(self, label: str, environment: Any, **how: Any) -> ShardWorker:
         """A worker that is not running yet."""
-        return ShardWorker(self.settings, RUN, SHARD, label, environment, WorkerSettings(**how))
+        return ShardWorker(self.settings, RUN, SHARD, label, environment, _quick(how))
 
     async def process(self, label: str, kill_at: Any = None, **how: Any) -> Actor:
         """A worker in a process of its own, that of the chaos driver."""
@@ -134,8 +156,15 @@ class Arena:
         self.control.close()
 
 
+def _quick(how: dict[str, Any]) -> WorkerSettings:
+    settings: dict[str, Any] = {"retry_backoff_s": 0.05, **how}
+    return WorkerSettings(**settings)
+
+
 @asynccontextmanager
-async def arena_on(folder: Path, persistence: Any = "none", tcp: bool = False, **times: Any) -> AsyncIterator[Arena]:
+async def arena_on(
+    folder: Path, persistence: Any = "none", tcp: bool = False, **times: Any
+) -> AsyncGenerator[Arena, None]:
     """An arena on a broker of its own; nothing of it is left behind."""
     broker = EmbeddedBroker(persistence=persistence, tcp=tcp)
     await asyncio.to_thread(broker.start)

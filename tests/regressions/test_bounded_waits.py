@@ -1,6 +1,8 @@
-"""A broker that accepts connections and never answers: each wait of the product on the network ends in time, naming the address.
+"""A broker that accepts connections and never answers: each wait of the product on the network ends in time, naming
+the address.
 
-Either the broker never answered at all, or it fell silent after it had. `LIMIT_S` is far beyond what the settings below add up to.
+Either the broker never answered at all, or it fell silent after it had. `LIMIT_S` is far beyond what the settings
+below add up to.
 """
 
 from __future__ import annotations

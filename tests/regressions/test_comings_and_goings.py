@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rolloutbus.broker.errors import GroupFailedError, UnknownBatchError
 from rolloutbus.collector import GroupFailure
 
 from tests.chaos.actors import Actor
-from tests.regressions.arena import RUN, SHARD, Arena, Environment, arena_on, rows_of
+from tests.regressions.arena import RUN, SHARD, Arena, Environment, arena_on, comes_true, completed, echo, rows_of
+
+
+async def _slow(row: dict[str, Any]) -> dict[str, Any]:
+    """Slow enough that the batch is sealed long before it is done."""
+    await asyncio.sleep(0.05)
+    return echo(row)
 
 
 async def _killed_trainer(arena: Arena, folder: Path, groups: int) -> str:
@@ -25,40 +32,40 @@ async def _killed_trainer(arena: Arena, folder: Path, groups: int) -> str:
 
 
 async def test_a_trainer_that_comes_back_too_late_for_some_groups_is_told_which(tmp_path: Path) -> None:
-    """A trainer was restarted after a long maintenance. It resumed its batch, got what had been finished before it left, and then its
-    books did not balance, with a message that asked for a bug report. Groups that were dropped because their
-    client stayed away are failures that say so.
+    """A trainer was restarted after a long maintenance. It resumed its batch, got what had been finished before it
+    left, and then its books did not balance, with a message that asked for a bug report. Groups that were dropped
+    because their client stayed away are failures that say so.
     """
     async with arena_on(tmp_path, abandon_after_s=1.0) as arena:
-        arena.worker("s/0", Environment(), slots=1)
-        arena.control.hset(arena.keys.shards, SHARD, '{"replicas": 1}')
-        batch = await _killed_trainer(arena, tmp_path, groups=200)
-        while not int(arena.control.hget(arena.keys.batch(batch), "cancelled")):
-            await asyncio.sleep(0.05)
+        arena.worker("s/0", Environment(_slow), slots=1)
+        batch = await _killed_trainer(arena, tmp_path, groups=30)
+        await comes_true(lambda: int(arena.control.hget(arena.keys.batch(batch), "cancelled")))
         async with arena.client(name_wait_s=10.0) as client, await client.resume(batch, on_failure="yield") as back:
             groups = [group async for group in back]
     failures = [group for group in groups if isinstance(group, GroupFailure)]
     assert failures
     assert {failure.type for failure in failures} == {"AbandonedError"}
     assert back.counts.cancelled == 0
-    assert back.counts.published == 200
+    assert back.counts.published == 30
 
 
 async def test_a_trainer_that_comes_back_after_its_batch_is_gone_is_told_so(tmp_path: Path) -> None:
-    """The other end of the same absence: the batch's keys had expired, and the resumed trainer waited for results that nobody held."""
+    """The other end of the same absence: the batch's keys had expired, and the resumed trainer waited for results
+    that nobody held.
+    """
     async with arena_on(tmp_path, abandon_after_s=1.0, key_ttl_s=2.0) as arena:
         arena.worker("s/0", Environment(), slots=1)
         batch = await _killed_trainer(arena, tmp_path, groups=50)
-        while arena.control.exists(arena.keys.batch(batch)):
-            await asyncio.sleep(0.05)
+        await comes_true(lambda: not arena.control.exists(arena.keys.batch(batch)))
         async with arena.client(name_wait_s=10.0) as client:
             with pytest.raises(UnknownBatchError, match=f"batch {batch} is not on the broker.*stayed away"):
                 await client.resume(batch)
 
 
 async def test_a_client_that_closed_leaves_its_name_free(arena: Arena) -> None:
-    """The renewal of a lease was under way while its owner gave it up, arrived second, and took the lease for nobody; the next trainer
-    waited half a minute for a process that had ended. Whoever gives a name up stops renewing it first.
+    """The renewal of a lease was under way while its owner gave it up, arrived second, and took the lease for nobody;
+    the next trainer waited half a minute for a process that had ended. Whoever gives a name up stops renewing it
+    first.
     """
     arena.times |= {"renew_every_s": 0.001}
     for _ in range(40):
@@ -68,8 +75,9 @@ async def test_a_client_that_closed_leaves_its_name_free(arena: Arena) -> None:
 
 
 async def test_what_ended_a_client_is_what_its_batch_raises(arena: Arena) -> None:
-    """A broker was switched off. The trainer's step ended with "the client was closed", which nobody had done, and the operator looked
-    for a bug in the trainer. What ended the client is named, and is a `ConnectionError`, so that a retry around the step sees it.
+    """A broker was switched off. The trainer's step ended with "the client was closed", which nobody had done, and
+    the operator looked for a bug in the trainer. What ended the client is named, and is a `ConnectionError`, so that
+    a retry around the step sees it.
     """
     arena.times |= {"reconnect_timeout_s": 0.5}
     client = arena.client()
@@ -86,12 +94,9 @@ async def test_what_ended_a_client_is_what_its_batch_raises(arena: Arena) -> Non
 async def test_a_failed_group_raises_after_a_late_resume_too(tmp_path: Path) -> None:
     """Whoever did not ask for failures gets the first one raised, also when it is one of absence."""
     async with arena_on(tmp_path, abandon_after_s=1.0) as arena:
-        arena.worker("s/0", Environment(), slots=1)
-        batch = await _killed_trainer(arena, tmp_path, groups=200)
-        while not int(arena.control.hget(arena.keys.batch(batch), "cancelled")):
-            await asyncio.sleep(0.05)
+        arena.worker("s/0", Environment(_slow), slots=1)
+        batch = await _killed_trainer(arena, tmp_path, groups=30)
+        await comes_true(lambda: int(arena.control.hget(arena.keys.batch(batch), "cancelled")))
         async with arena.client(name_wait_s=10.0) as client:
             with pytest.raises(GroupFailedError, match="abandon_after_s"):
-                async with await client.resume(batch) as back:
-                    async for _ in back:
-                        pass
+                await completed(await client.resume(batch))

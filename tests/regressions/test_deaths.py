@@ -11,19 +11,19 @@ import pytest
 from rolloutbus.broker.errors import GroupFailedError
 from rolloutbus.collector import CompletedGroup, GroupFailure
 
-from tests.regressions.arena import Arena, arena_on, rows_of
+from tests.regressions.arena import Arena, arena_on, completed, rows_of
 
 
 async def test_a_batch_is_whole_after_an_agent_was_killed_in_its_middle(arena: Arena) -> None:
-    """An agent process ran into the memory limit halfway through an epoch. Its queue object answered the trainer with nothing
-    from then on, the trainer took nothing for "no rollouts this step", and trained on empty batches for hours. Here the
-    dead agent's groups go to another one, and a batch has all of its rows or says which it has not.
+    """An agent process ran into the memory limit halfway through an epoch. Its queue object answered the trainer with
+    nothing from then on, the trainer took nothing for "no rollouts this step", and trained on empty batches for
+    hours. Here the dead agent's groups go to another one, and a batch has all of its rows or says which it has not.
     """
     await arena.process("s/0", kill_at=["start", 4])
     await arena.process("s/1")
     rows = rows_of(12, 4, ms=20)
     async with arena.client() as client, client.run_groups(rows, 4) as batch:
-        groups = [group async for group in batch]
+        groups = await completed(batch)
     assert arena.actors[0].code == -signal.SIGKILL
     assert sorted(result["row"] for group in groups for result in group.results) == list(range(48))
     assert batch.counts.completed == 12
@@ -31,18 +31,16 @@ async def test_a_batch_is_whole_after_an_agent_was_killed_in_its_middle(arena: A
 
 
 async def test_the_death_of_the_whole_fleet_ends_the_wait(tmp_path: Path) -> None:
-    """Every environment worker died in one node failure. The trainer sat in `buffer.get()` until somebody looked the next morning,
-    because an empty buffer looks the same as a slow one. The absence of instances is a fact the broker knows, so the wait
-    ends after `no_instance_timeout_s`, and its error names the shard.
+    """Every environment worker died in one node failure. The trainer sat in `buffer.get()` until somebody looked the
+    next morning, because an empty buffer looks the same as a slow one. The absence of instances is a fact the broker
+    knows, so the wait ends after `no_instance_timeout_s`, and its error names the shard.
     """
     async with arena_on(tmp_path, no_instance_timeout_s=1.0) as arena:
         worker = await arena.process("s/0", kill_at=["start", 1])
         began = time.monotonic()
         async with arena.client() as client:
             with pytest.raises(GroupFailedError, match="no live instance of shard s"):
-                async with client.run_groups(rows_of(3, 2), 2) as batch:
-                    async for _ in batch:
-                        pass
+                await completed(client.run_groups(rows_of(3, 2), 2))
         assert worker.gone
         assert time.monotonic() - began < 10
 
@@ -51,13 +49,13 @@ async def _keep_alive(arena: Arena, label: str) -> None:
     """What a fleet does: a dead instance is replaced under its label."""
     while True:
         actor = await arena.process(label, infra_attempts=3)
-        await arena.progress.until(lambda: actor.gone)
+        await actor.wait(60)
 
 
 async def test_a_group_that_kills_its_worker_is_buried_after_its_budget_and_the_others_flow(arena: Arena) -> None:
-    """One prompt made a simulator segfault. The queue gave it to the next worker at once, and the next; within minutes one row had
-    killed the fleet thirty times and nothing else got through. Deaths count against the group: after its budget it is a
-    dead letter, and its siblings are through long before.
+    """One prompt made a simulator segfault. The queue gave it to the next worker at once, and the next; within
+    minutes one row had killed the fleet thirty times and nothing else got through. Deaths count against the group:
+    after its budget it is a dead letter, and its siblings are through long before.
     """
     rows = rows_of(10, 2)
     for row in rows[6:8]:
@@ -80,8 +78,9 @@ async def test_a_group_that_kills_its_worker_is_buried_after_its_budget_and_the_
 
 
 async def test_scaling_down_with_work_pending_loses_none_and_counts_no_failure(arena: Arena) -> None:
-    """An autoscaler took a replica away while its prefetched messages waited in its memory; they were lost with it, or came back as
-    "failures" that used the retry budget up. A draining instance finishes or hands back what it has, and that is no failure.
+    """An autoscaler took a replica away while its prefetched messages waited in its memory; they were lost with it,
+    or came back as "failures" that used the retry budget up. A draining instance finishes or hands back what it has,
+    and that is no failure.
     """
     leaving = await arena.process("s/0", slots=3)
     await arena.process("s/1", slots=3)

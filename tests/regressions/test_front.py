@@ -9,7 +9,7 @@ import pytest
 from rolloutbus.broker.errors import GroupFailedError
 from rolloutbus.shard_workers import ShardWorker, WorkerSettings
 
-from tests.regressions.arena import RUN, SHARD, Arena, Environment, rows_of
+from tests.regressions.arena import RUN, SHARD, Arena, Environment, completed, rows_of
 
 
 class LosesItsDuty(ShardWorker):
@@ -21,8 +21,9 @@ class LosesItsDuty(ShardWorker):
 
 
 async def test_an_error_in_a_background_task_of_a_worker_ends_it_with_that_error(arena: Arena) -> None:
-    """The task that took jobs over died of a typo. The worker went on, healthy by every probe, and never took anything over again; the
-    exception was printed when the process ended, two weeks later. A duty that ends ends the worker, with its error.
+    """The task that took jobs over died of a typo. The worker went on, healthy by every probe, and never took
+    anything over again; the exception was printed when the process ended, two weeks later. A duty that ends ends the
+    worker, with its error.
     """
     worker = LosesItsDuty(arena.settings, RUN, SHARD, "s/0", Environment(), WorkerSettings())
     async with asyncio.timeout(10):
@@ -33,12 +34,10 @@ async def test_an_error_in_a_background_task_of_a_worker_ends_it_with_that_error
 
 @pytest.mark.parametrize("nothing", [None, 0, "", [1]])
 async def test_an_environment_that_returns_no_result_is_a_typed_error(arena: Arena, nothing: Any) -> None:
-    """A handler forgot its return statement. None was pickled, stored, fetched and trained on as a reward of zero. What is no result
-    is the environment's breach of contract, and the row says so.
+    """A handler forgot its return statement. None was pickled, stored, fetched and trained on as a reward of zero.
+    What is no result is the environment's breach of contract, and the row says so.
     """
     arena.worker("s/0", Environment(lambda row: nothing))
     async with arena.client() as client:
         with pytest.raises(GroupFailedError, match=r"EnvironmentContractError.*must be a dict"):
-            async with client.run_groups(rows_of(1, 1), 1) as batch:
-                async for _ in batch:
-                    pass
+            await completed(client.run_groups(rows_of(1, 1), 1))

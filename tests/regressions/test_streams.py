@@ -1,10 +1,12 @@
-"""What happens to entries and connections: reconnect storms, lost replies, deleted entries, and streams that only grow."""
+"""What happens to entries and connections: reconnect storms, lost replies, deleted entries, and streams that only
+grow.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,12 @@ from rolloutbus.broker.channel import Link
 from rolloutbus.collector import GroupFailure
 
 from tests.chaos.proxy import Proxy
-from tests.regressions.arena import Arena, Environment, arena_on, rows_of
+from tests.regressions.arena import Arena, Environment, arena_on, comes_true, completed, rows_of
 
 
 async def test_fifty_clients_that_reconnect_at_once_settle(arena: Arena) -> None:
-    """After a failover every client reconnected in the same millisecond, timed out together, and tried again together, for twenty minutes.
-    Waiting grows with each failure and is never the same for two clients.
+    """After a failover every client reconnected in the same millisecond, timed out together, and tried again
+    together, for twenty minutes. Waiting grows with each failure and is never the same for two clients.
     """
     links = [Link(arena.settings, f"storm-{at}") for at in range(50)]
     try:
@@ -37,20 +39,18 @@ async def test_fifty_clients_that_reconnect_at_once_settle(arena: Arena) -> None
 
 
 async def test_a_group_whose_delivery_nobody_saw_is_found_again(tmp_path: Path) -> None:
-    """A consumer's read was cancelled while its reply was under way. The message was then pending for a consumer that had never seen
-    it, and since that consumer was alive and well nobody ever claimed it. After every reconnect the own pending list comes first,
-    so nobody has to wait for a lease to run out.
+    """A consumer's read was cancelled while its reply was under way. The message was then pending for a consumer that
+    had never seen it, and since that consumer was alive and well nobody ever claimed it. After every reconnect the
+    own pending list comes first, so nobody has to wait for a lease to run out.
     """
     environment = Environment()
     async with arena_on(tmp_path, lease_s=60.0, block_s=5.0) as arena, _proxy(arena) as proxy, asyncio.timeout(20):
         arena.worker("s/0", environment, url=proxy.url)
         async with arena.client() as client:
-            while not _blocked_readers(arena):
-                await asyncio.sleep(0.02)
+            await comes_true(lambda: _blocked_readers(arena))
             proxy.misbehave("silent")
             async with client.run_groups(rows_of(1, 2), 2) as batch:
-                while not _pending(arena):
-                    await asyncio.sleep(0.02)
+                await comes_true(lambda: _pending(arena))
                 assert environment.groups == [], "it was delivered, and the reply never came"
                 proxy.misbehave("reset")
                 proxy.heal()
@@ -61,7 +61,7 @@ async def test_a_group_whose_delivery_nobody_saw_is_found_again(tmp_path: Path) 
 
 
 @asynccontextmanager
-async def _proxy(arena: Arena) -> AsyncIterator[Proxy]:
+async def _proxy(arena: Arena) -> AsyncGenerator[Proxy, None]:
     proxy = Proxy(arena.broker.url, random.Random(1))
     await proxy.start()
     try:
@@ -80,13 +80,12 @@ def _pending(arena: Arena) -> int:
 
 
 async def test_a_group_whose_entry_was_deleted_by_hand_is_reported(arena: Arena) -> None:
-    """Somebody cleaned a stream up with XTRIM while jobs were on it. The trainer waited for three groups that no worker would ever see.
-    Entries of groups that are out are looked for, and a missing one is the group's failure.
+    """Somebody cleaned a stream up with XTRIM while jobs were on it. The trainer waited for three groups that no
+    worker would ever see. Entries of groups that are out are looked for, and a missing one is the group's failure.
     """
     async with arena.client() as client, client.run_groups(rows_of(4, 2), 2, on_failure="yield") as batch:
         stream = arena.keys.groups("s")
-        while arena.control.xlen(stream) < 4:
-            await asyncio.sleep(0.02)
+        await comes_true(lambda: arena.control.xlen(stream) == 4)
         gone, fields = arena.control.xrange(stream, count=1)[0]
         arena.control.xdel(stream, gone)
         arena.worker("s/0", Environment())
@@ -98,13 +97,13 @@ async def test_a_group_whose_entry_was_deleted_by_hand_is_reported(arena: Arena)
 
 
 async def test_after_ten_thousand_rows_the_streams_are_empty_and_small(arena: Arena) -> None:
-    """Acknowledged messages stayed on the stream; after a week the broker was at its memory limit with nothing to do. An entry goes with
-    its acknowledgement, and what a batch needed goes with the batch.
+    """Acknowledged messages stayed on the stream; after a week the broker was at its memory limit with nothing to do.
+    An entry goes with its acknowledgement, and what a batch needed goes with the batch.
     """
     arena.worker("s/0", Environment())
     async with arena.client() as client:
         async with client.run_groups(rows_of(1_250, 8), 8) as batch:
-            count = sum([len(group.results) async for group in batch])
+            count = sum(len(group.results) for group in await completed(batch))
         streams: dict[bytes, Any] = {
             key: (arena.control.xlen(key), arena.control.memory_usage(key))
             for key in arena.control.scan_iter("*", _type="STREAM")

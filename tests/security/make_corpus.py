@@ -1,4 +1,5 @@
-"""Writes the corpus of hostile payloads: `python -m tests.security.make_corpus`; the files are committed, so that CI plays the same ones.
+"""Writes the corpus of hostile payloads: `python -m tests.security.make_corpus`; the files are committed, so that CI
+plays the same ones.
 
 Each file's name says what is wrong with it. `valid-*` are what they were made from, and must decode.
 """
@@ -23,7 +24,12 @@ _ext = cast(Any, msgpack).ExtType
 
 
 def _valid() -> dict[str, bytes]:
-    value = {"text": "é" * 40, "list": [1, 2.5, None, True, 2**40], "array": np.arange(64, dtype="<f4"), "x": np.int16(3)}
+    value = {
+        "text": "é" * 40,
+        "list": [1, 2.5, None, True, 2**40],
+        "array": np.arange(64, dtype="<f4"),
+        "x": np.int16(3),
+    }
     rows = [{"p": {"t": "x" * 90}, "array": np.arange(16), "_rowidx": at} for at in range(3)]
     one = b"".join(codec.encode(value))
     return {

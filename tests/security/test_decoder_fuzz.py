@@ -1,4 +1,6 @@
-"""Every decoder against the committed corpus, and against mutations of it: an error of ours, at once, and without memory."""
+"""Every decoder against the committed corpus, and against mutations of it: an error of ours, at once, and without
+memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Entries that a stranger, or an older tool, put on the streams: set aside and counted, while the batch beside them goes through.
+"""Entries that a stranger, or an older tool, put on the streams: set aside and counted, while the batch beside them
+goes through.
 
 Each is put in front of real work, so a worker or collector that fell over it would not finish the batch.
 """
@@ -12,10 +13,18 @@ from typing import Any
 
 import pytest
 
-from tests.regressions.arena import Arena, Environment, arena_on, rows_of
+from tests.regressions.arena import Arena, Environment, arena_on, comes_true, completed, rows_of
 
 Fields = dict[Any, Any]
-PLAIN: Fields = {"kind": "group", "batch": "nobody", "group": 0, "client": "trainer", "route": "a", "rows": 1, "first_row": 0}
+PLAIN: Fields = {
+    "kind": "group",
+    "batch": "nobody",
+    "group": 0,
+    "client": "trainer",
+    "route": "a",
+    "rows": 1,
+    "first_row": 0,
+}
 GROUP: Fields = {**PLAIN, "payload": b"\x93"}
 RESULT: Fields = {"kind": "rows", "group": 0, "row_indices": "0", "attempt": 1, "instance": "s/0", "payload": b"x"}
 
@@ -70,11 +79,10 @@ def letters(arena: Arena) -> list[dict[bytes, bytes]]:
 async def whole_batch(arena: Arena, when_open: Callable[[str], None] = lambda batch: None) -> None:
     """A batch goes through, with `when_open` done to the broker before any worker answers."""
     async with arena.client() as client, client.run_groups(rows_of(6, 2), 2) as batch, asyncio.timeout(20):
-        while not arena.control.exists(arena.keys.batch(batch.id)):
-            await asyncio.sleep(0.01)
+        await comes_true(lambda: arena.control.exists(arena.keys.batch(batch.id)))
         when_open(batch.id)
         arena.worker("s/0", Environment())
-        groups = [group async for group in batch]
+        groups = await completed(batch)
     assert sorted(result["row"] for group in groups for result in group.results) == list(range(12))
 
 
@@ -102,14 +110,18 @@ async def test_a_group_of_a_batch_that_is_not_there_is_dropped(arena: Arena, nam
 async def test_a_strangers_entry_among_the_results_is_set_aside_once(arena: Arena, name: str) -> None:
     def put(batch: str) -> None:
         fields = {**FOREIGN_RESULTS[name]}
-        arena.control.xadd(arena.keys.results("trainer", "s"), {**fields, "batch": batch} if "kind" in fields else fields)
+        arena.control.xadd(
+            arena.keys.results("trainer", "s"), {**fields, "batch": batch} if "kind" in fields else fields
+        )
 
     await whole_batch(arena, put)
     assert [letter[b"reason"] for letter in letters(arena)] == [b"foreign"]
 
 
 async def test_a_forged_group_of_a_batch_that_is_there_is_set_aside(arena: Arena) -> None:
-    await whole_batch(arena, lambda batch: arena.control.xadd(arena.keys.groups("s"), {**GROUP, "batch": batch, "group": 99}))
+    await whole_batch(
+        arena, lambda batch: arena.control.xadd(arena.keys.groups("s"), {**GROUP, "batch": batch, "group": 99})
+    )
     assert [letter[b"reason"] for letter in letters(arena)] == [b"foreign"]
 
 
@@ -121,8 +133,7 @@ async def test_a_payload_that_was_changed_on_the_broker_fails_its_group_alone(ar
         arena.control.xadd(stream, {**fields, b"payload": fields[b"payload"][:-9]})
 
     async with arena.client() as client, client.run_groups(rows_of(4, 2), 2, on_failure="yield") as batch:
-        while arena.control.xlen(arena.keys.groups("s")) < 4:
-            await asyncio.sleep(0.01)
+        await comes_true(lambda: arena.control.xlen(arena.keys.groups("s")) == 4)
         spoil(batch.id)
         arena.worker("s/0", Environment())
         async with asyncio.timeout(20):

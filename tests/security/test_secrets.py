@@ -1,4 +1,6 @@
-"""A broker's password stands in its URL and nowhere else: not in logs, errors, reprs, process titles, nor on the broker itself."""
+"""A broker's password stands in its URL and nowhere else: not in logs, errors, reprs, process titles, nor on the
+broker itself.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,9 @@ def test_settings_that_are_refused_do_not_show_their_address() -> None:
     assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize("command", [["status"], ["status", "--json"], ["doctor"], ["explain", "b", "0"], ["dead", "list"]])
+@pytest.mark.parametrize(
+    "command", [["status"], ["status", "--json"], ["doctor"], ["explain", "b", "0"], ["dead", "list"]]
+)
 async def test_the_command_line_tells_no_secret(
     arena: Arena, command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

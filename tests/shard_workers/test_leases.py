@@ -31,9 +31,7 @@ class Desk:
         self.told_in: set[int] = set()
         monkeypatch.setattr(WorkerTransitions, "renew", self._renew)
         identity = Identity("s", "s", "i")
-        self.keeper = LeaseKeeper(
-            stack.settings, stack.keys, identity, 4, self._on_lost, self.told_of_replacement.set
-        )
+        self.keeper = LeaseKeeper(stack.settings, stack.keys, identity, 4, self._on_lost, self.told_of_replacement.set)
 
     async def _renew(self, held: Sequence[HeldGroup], slots: int, *, observing: bool) -> list[str] | None:
         self.threads.add(threading.get_ident())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,23 @@ def test_too_few_nodes_are_counted(valkey: EmbeddedBroker, tmp_path: Path, clust
     assert "4 bundles (4 of 1 CPU each) could not be placed under STRICT_SPREAD within 2 s" in message
     assert "4 nodes with 0, 2, 2, 2 CPUs" in message
     assert "on one machine, set `env.nemo_gym.placement_strategy: PACK`" in message
+
+
+def test_the_example_for_several_nodes_runs_as_written(
+    valkey: EmbeddedBroker, start_fleet: StartFleet, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = Path(__file__).parents[3]
+    monkeypatch.chdir(top)
+    monkeypatch.setenv("REDIS_URL", valkey.url)
+    fleet = start_fleet(str(top / "examples" / "cluster.yaml"))
+    assert fleet.run == "cluster"
+    assert sorted(nodes_of(fleet)) == ["math", "words/0", "words/1"]
+    assert len(set(nodes_of(fleet).values())) == 3
+    prompts = [json.loads(line) for line in (top / "examples" / "rows.jsonl").read_text().splitlines()]
+    rows = [dict(prompt) for prompt in prompts for _ in range(4)]
+    results = RolloutClient.run_sync(valkey.url, rows, 4, run="cluster")
+    assert len(results) == len(rows)
+    assert {result["reward"] for result in results} > {0.0, 1.0}
 
 
 @pytest.mark.parametrize("graceful", [True, False])
