@@ -16,6 +16,8 @@ from typing import Any
 from benchmarks.contest import Contestant, Order
 from benchmarks.payloads import KINDS
 
+# Kind → contestant → measurements.
+Found = dict[str, dict[str, list[dict[str, Any]]]]
 LOW_LOAD = Order("1.5 KB", 400, shards=1, rate=200.0)
 
 
@@ -36,9 +38,9 @@ def running(names: list[str]) -> Iterator[dict[str, Contestant]]:
         yield {name: stack.enter_context(Contestant(name, *spec)) for name, spec in contestants(names).items()}
 
 
-def measure(names: list[str], kinds: list[str], repeats: int, scale: float) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def measure(names: list[str], kinds: list[str], repeats: int, scale: float) -> Found:
     """Kind → contestant → measurements, contestants in turns, after one warm-up each."""
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    found: Found = {}
     with running(names) as players:
         for kind in kinds:
             order = Order(kind, max(64, int(KINDS[kind][1] * scale)) // 32 * 32)
@@ -58,11 +60,11 @@ def rate(measurements: list[dict[str, Any]]) -> float:
     return statistics.median(measurement["rows_per_s"] for measurement in measurements)
 
 
-def table(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
+def table(found: Found) -> str:
     """The figures as Markdown: rows per second as a multiple of Ray's, with the range; milliseconds to the first row."""
     lines: list[str] = []
     names = list(next(iter(found.values())))
-    lines.append("| rows of | " + " | ".join(f"{name}" for name in names) + " | first row, ms (" + " / ".join(names) + ") |")
+    lines.append(f"| rows of | {' | '.join(names)} | first row, ms ({' / '.join(names)}) |")
     lines.append("|---" * (len(names) + 2) + "|")
     for kind, by_name in found.items():
         if kind == "low load":
@@ -74,7 +76,9 @@ def table(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     for name, measurements in found.get("low load", {}).items():
         overheads = sorted(measurements[0]["overhead_ms"])
         p50, p99 = overheads[len(overheads) // 2], overheads[int(len(overheads) * 0.99)]
-        lines.append(f"\n{name}: one row at 200 rows/s is handed out {p50:.2f} ms (p50), {p99:.2f} ms (p99) after it is done.")
+        lines.append(
+            f"\n{name}: at 200 rows/s a row is handed out {p50:.2f} ms (p50), {p99:.2f} ms (p99) after it is done."
+        )
     return "\n".join(lines)
 
 

@@ -1,8 +1,9 @@
-"""The ceiling that is none: bare Redis Streams with redis-py and none of the guarantees. Nothing of rolloutbus but the server's supervision."""
+"""Bare Redis Streams with redis-py and none of the guarantees; nothing of rolloutbus but the server's supervision."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import shutil
 import subprocess
@@ -10,13 +11,15 @@ import sys
 import time
 from typing import Any
 
-import msgpack
 import numpy as np
-import redis.asyncio as redis
+from rolloutbus.broker.embedded import EmbeddedBroker
 
 from benchmarks.contest import Measurement, Meter, Order, serve
 from benchmarks.payloads import group_size, make_rows
-from rolloutbus.broker.embedded import EmbeddedBroker
+
+# Neither is fully typed.
+msgpack: Any = importlib.import_module("msgpack")
+redis: Any = importlib.import_module("redis.asyncio")
 
 
 def unpack_array(code: int, data: bytes) -> Any:
@@ -24,7 +27,7 @@ def unpack_array(code: int, data: bytes) -> Any:
     return np.frombuffer(raw, dtype=kind.decode())
 
 
-async def publish(connection: redis.Redis, rows: list[dict[str, Any]], size: int) -> None:
+async def publish(connection: Any, rows: list[dict[str, Any]], size: int) -> None:
     pipe = connection.pipeline(transaction=False)
     for first in range(0, len(rows), size):
         shard = rows[first]["agent_ref"]["name"]
@@ -34,13 +37,13 @@ async def publish(connection: redis.Redis, rows: list[dict[str, Any]], size: int
     await pipe.execute()
 
 
-async def run_batch(connection: redis.Redis, reader: redis.Redis, cursors: dict[str, str], order: Order) -> tuple[float, float]:
+async def run_batch(connection: Any, reader: Any, cursors: dict[str, str], order: Order) -> tuple[float, float]:
     rows = make_rows(order.kind, order.rows, order.shards)
     started, first, seen = time.perf_counter(), 0.0, 0
     publishing = asyncio.create_task(publish(connection, rows, group_size(order.kind)))
     count = 512 if order.kind == "1.5 KB" else 16
     while seen < order.rows:
-        reply: Any = await reader.xread(cursors, count=count, block=1000)  # pyright: ignore[reportArgumentType]
+        reply: Any = await reader.xread(cursors, count=count, block=1000)
         for name, entries in reply or []:
             for entry, fields in entries:
                 msgpack.unpackb(fields[b"payload"], ext_hook=unpack_array)
@@ -54,14 +57,16 @@ async def run_batch(connection: redis.Redis, reader: redis.Redis, cursors: dict[
     return seen / elapsed, first * 1000
 
 
+def start_worker(url: str, shard: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "benchmarks.bare_worker", url, shard])
+
+
 async def main() -> None:
     with EmbeddedBroker(binary=shutil.which("redis-server")) as broker:
         connection, reader = redis.Redis.from_url(broker.url), redis.Redis.from_url(broker.url)
         for at in range(2):
             await connection.xgroup_create(f"groups:route{at}", "g", id="0", mkstream=True)
-        workers = [
-            subprocess.Popen([sys.executable, "-m", "benchmarks.bare_worker", broker.url, f"route{at}"]) for at in range(2)
-        ]
+        workers = [start_worker(broker.url, f"route{at}") for at in range(2)]
         cursors = {f"results:route{at}": "0-0" for at in range(2)}
         roles = {"broker": [broker.pid or 0], "workers": [worker.pid for worker in workers], "trainer": [os.getpid()]}
 

@@ -11,9 +11,12 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.payloads import make_result
 from rolloutbus.broker import BrokerSettings
 from rolloutbus.shard_workers import ShardWorker, WorkerSettings
+
+from benchmarks.payloads import make_result
+
+Row = dict[str, Any]
 
 
 class NoopEnvironment:
@@ -25,7 +28,7 @@ class NoopEnvironment:
     def list_entries(self) -> dict[str, list[str]]:
         return {}
 
-    async def run_rollouts(self, rows: Sequence[dict[str, Any]]) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
+    async def run_rollouts(self, rows: Sequence[Row]) -> AsyncIterator[tuple[Row, Row]]:
         for row in rows:
             if row.get("sleep_s"):
                 await asyncio.sleep(row["sleep_s"])

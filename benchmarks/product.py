@@ -1,22 +1,30 @@
-"""rolloutbus through its public API: embedded or given server, worker processes, one client. `python -m benchmarks.product [unix|tcp|aof]`."""
+"""rolloutbus through its public API: a server, worker processes, one client.
+
+`python -m benchmarks.product [unix|tcp|aof]`
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from typing import Any
 
-import redis
+from rolloutbus.broker.embedded import EmbeddedBroker
+from rolloutbus.broker.keys import Keys
+from rolloutbus.broker.shard_records import instance_labels
+from rolloutbus.trainer import CompletedGroup, RolloutClient
 
 from benchmarks.contest import Measurement, Meter, Order, pace, serve
 from benchmarks.payloads import group_size, make_rows
-from rolloutbus.broker.embedded import EmbeddedBroker
-from rolloutbus.broker.keys import Keys
-from rolloutbus.trainer import RolloutClient
+
+# Not fully typed.
+redis: Any = importlib.import_module("redis")
 
 RUN = "bench"
 
@@ -32,7 +40,7 @@ def publish_routes(url: str, shards: int, replicas: int) -> None:
 
 def start_workers(url: str, shards: int, replicas: int, slots: int) -> list[subprocess.Popen[bytes]]:
     """One process per replica; returns when all show signs of life."""
-    labels = [(f"shard{at}", f"shard{at}" if replicas == 1 else f"shard{at}/{r}") for at in range(shards) for r in range(replicas)]
+    labels = [(f"shard{at}", label) for at in range(shards) for label in instance_labels(f"shard{at}", replicas)]
     workers = [
         subprocess.Popen([sys.executable, "-m", "benchmarks.noop_worker", url, RUN, shard, label, str(slots)])
         for shard, label in labels
@@ -64,7 +72,8 @@ async def run_paced(client: RolloutClient, order: Order) -> list[float]:
         rows = make_rows(order.kind, 1, 1)
         async with client.run_groups(rows, 1) as batch:
             async for group in batch:
-                overheads.append((time.time() - group.results[0]["done"]) * 1000)  # pyright: ignore[reportAttributeAccessIssue]
+                assert isinstance(group, CompletedGroup)
+                overheads.append((time.time() - group.results[0]["done"]) * 1000)
 
     tasks: list[asyncio.Task[None]] = []
     for index in range(order.rows):

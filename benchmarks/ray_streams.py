@@ -1,4 +1,4 @@
-"""The peer: one Ray actor per shard with a streaming generator, merged in the driver with `asyncio.wait`. Nothing of rolloutbus."""
+"""The peer: one Ray actor per shard with a streaming generator, merged in the driver. Nothing of rolloutbus."""
 
 from __future__ import annotations
 

@@ -175,7 +175,12 @@ class ClientTransitions:
     async def handed(self, batch: str, shard: str, groups: Sequence[int], entries: Sequence[str], size: int) -> str:
         """The trainer has these groups; their result entries go."""
         command = SCRIPTS["handed"].call(
-            [self._keys.batch(batch), self._keys.results(self.client, shard), self._keys.groups(shard), self._keys.events],
+            [
+                self._keys.batch(batch),
+                self._keys.results(self.client, shard),
+                self._keys.groups(shard),
+                self._keys.events,
+            ],
             self.incarnation,
             size,
             ",".join(map(str, groups)),

@@ -14,7 +14,6 @@ from . import codec
 from .channel import Arg, Buffer, Payload
 from .errors import DecodeError, RolloutBusError
 
-
 # Far more than any prompt group has; a number from a stranger must not become memory.
 _MOST_ROWS = 1 << 20
 
@@ -128,7 +127,9 @@ def parse_result(entry: bytes, fields: Sequence[bytes] | None) -> ResultEntry:
         if kind == "failed":
             first, count = int(words[b"first_row"]), int(words[b"rows"])
             if not 0 < count <= _MOST_ROWS:
-                raise ForeignEntryError(f"entry {entry.decode()} on a results stream says that a group has {count} rows")
+                raise ForeignEntryError(
+                    f"entry {entry.decode()} on a results stream says that a group has {count} rows"
+                )
             indices = tuple(range(first, first + count))
         elif kind == "rows":
             indices = tuple([int(word) for word in words[b"row_indices"].split(b",")])

@@ -27,20 +27,28 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", choices=sorted(FAULTS), help="this fault only; may be given several times"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="how many schedules at once (default: 1)")
     parser.add_argument("--report", type=Path, help="write the table to this markdown file")
     return parser.parse_args()
 
 
-async def play(schedules: int, seconds: float, seed: int, faults: list[str]) -> list[Outcome]:
-    """Play schedules one after the other, printing each as it ends."""
+async def play(schedules: int, seconds: float, seed: int, faults: list[str], jobs: int) -> list[Outcome]:
+    """Play schedules, `jobs` at a time, printing each as it ends."""
     outcomes: list[Outcome] = []
     began = time.monotonic()
-    for at in range(schedules):
-        if time.monotonic() - began > seconds:
-            break
-        plan = make_plan(seed + at, faults[(seed + at) % len(faults)])
-        outcomes.append(await run_schedule(plan))
-        print(summary(outcomes[-1]), flush=True)
+    seeds = iter(range(seed, seed + schedules))
+
+    async def work() -> None:
+        for at in seeds:
+            if time.monotonic() - began > seconds:
+                return
+            outcome = await run_schedule(make_plan(at, faults[at % len(faults)]))
+            outcomes.append(outcome)
+            print(summary(outcome), flush=True)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(jobs):
+            group.create_task(work())
     return outcomes
 
 
@@ -49,7 +57,7 @@ def main() -> int:
     given = _arguments()
     seed = random.randrange(1_000_000) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
-    outcomes = asyncio.run(play(given.schedules, given.seconds, seed, given.only or list(FAULTS)))
+    outcomes = asyncio.run(play(given.schedules, given.seconds, seed, given.only or list(FAULTS), given.jobs))
     text = table(outcomes)
     print(text)
     if given.report:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -61,6 +63,7 @@ class Actor:
         self.held: set[str] = set()
         self.up = self.gone = False
         self.code: int | None = None
+        self.process: psutil.Process | None = None
         self.log_path = folder / f"{name.replace('/', '-')}-{time.monotonic_ns()}.log"
         self._module = module
         self._progress = progress
@@ -74,6 +77,7 @@ class Actor:
                 stdout=asyncio.subprocess.PIPE, stderr=log, limit=1 << 24,
             )  # fmt: skip
         assert self._process.stdin is not None
+        self.process = psutil.Process(self._process.pid)
         self._process.stdin.write(json.dumps(words).encode() + b"\n")
         await self._process.stdin.drain()
         self._listening = asyncio.create_task(self._listen(self._process))

@@ -64,7 +64,7 @@ async def broker_restarted(stage: Stage, plan: Plan) -> None:
         stage.struck()
         await asyncio.to_thread(stage.broker.kill)
         await asyncio.sleep(plan.hold_s)
-        await asyncio.to_thread(stage.broker.restart)
+        await stage.restart_broker()
 
 
 async def broker_cut(stage: Stage, plan: Plan) -> None:
@@ -80,7 +80,7 @@ async def broker_cut(stage: Stage, plan: Plan) -> None:
         watching.cancel()
     _cut(stage, plan.dice("cut"))
     await asyncio.sleep(plan.hold_s)
-    await asyncio.to_thread(stage.broker.restart)
+    await stage.restart_broker()
     await stage.write_run()
 
 
@@ -157,6 +157,17 @@ async def trainer_killed(stage: Stage, plan: Plan) -> None:
         await stage.start_trainer()
 
 
+async def trainer_paused(stage: Stage, plan: Plan) -> None:
+    """SIGSTOP past its lease, then SIGCONT: workers stop taking its groups, and go on when it is back."""
+    trainer = stage.trainer
+    assert trainer is not None
+    if await stage.logged(plan.at):
+        stage.struck()
+        trainer.signal(signal.SIGSTOP)
+        await asyncio.sleep(LEASE_S * 1.3 + min(plan.hold_s, 2.0))
+        trainer.signal(signal.SIGCONT)
+
+
 async def trainer_left(stage: Stage, plan: Plan) -> None:
     """It dies and never comes back."""
     trainer = stage.trainer
@@ -212,6 +223,7 @@ FAULTS: dict[str, Fault] = {
     "net-slow": _network("slow"),
     "maxmemory": memory_full,
     "trainer-killed": trainer_killed,
+    "trainer-paused": trainer_paused,
     "trainer-gone": trainer_left,
     "scale": scaled,
     "mixed": mixed,

@@ -55,7 +55,12 @@ MUTATIONS = (
     Mutation("take: own delivery", "take", "if #held == 0 or held[1][2] ~= ARGV[8] then", "if #held == 0 then"),
     Mutation("take: crash budget", "take", "if r.infra >= tonumber(ARGV[13]) then", "if false then"),
     Mutation("take: last chance alone", "take", "if suspect and runs_suspect(KEYS[10], KEYS[1]) then", "if false then"),
-    Mutation("claim: lease", "claim", "WORKERS, 'IDLE', lease_ms,", "WORKERS, 'IDLE', 0,"),
+    Mutation(
+        "claim: lease",
+        "claim",
+        "if ARGV[5] == '1' and #out < limit then",
+        "if ARGV[5] == '1' and #out < limit then lease_ms = 0",
+    ),
     Mutation("own: one process", "own", "if holder ~= ARGV[1] and left > 0 then", "if false then"),
     Mutation("handed: owner", "handed", "if h[1] and h[2] ~= ARGV[1] then", "if false then"),
     Mutation("close: owner", "close", "if h[2] ~= ARGV[1] then", "if false then"),

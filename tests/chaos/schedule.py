@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,11 @@ async def run_schedule(plan: Plan) -> Outcome:
                 found = await _play(stage)
         except TimeoutError:
             found.append(f"not over after {HARD_LIMIT_S:g} s; {await _waiting(stage)}")
+        except Exception:  # a mistake of the driver must not leave processes behind, nor count as a promise kept
+            found.append(f"the driver failed: {traceback.format_exc()}")
         account = stage.last_words() if found else ""
         await stage.stop()
-        found += await asyncio.to_thread(_left_processes)
+        found += await asyncio.to_thread(_left_processes, stage)
         failures = sum(line["kind"] == "failure" for line in read_journal(stage.journal_path))
     return Outcome(plan, found, stage.recoveries, time.monotonic() - began, failures, account)
 
@@ -132,7 +135,8 @@ async def _waiting(stage: Stage) -> str:
     return "the broker does not answer"
 
 
-def _left_processes() -> list[str]:
-    left = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    _, alive = psutil.wait_procs(left, timeout=5)
-    return [f"process {child.pid} was left behind: {' '.join(child.cmdline())[:200]}" for child in alive]
+def _left_processes(stage: Stage) -> list[str]:
+    """Whatever this schedule started, its broker and that one's supervisor included, that still runs."""
+    _, alive = psutil.wait_procs(stage.processes(), timeout=5)
+    left = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    return [f"process {process.pid} was left behind: {' '.join(process.cmdline())[:200]}" for process in left]

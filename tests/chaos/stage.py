@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import redis.asyncio
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.keys import Keys
@@ -43,10 +44,25 @@ class Stage:
         self._folder = folder
         self._watches: set[asyncio.Task[None]] = set()
         self.broker = EmbeddedBroker(directory=folder / "broker", persistence=cast(Any, plan.persistence), tcp=plan.tcp)
+        self._servers: list[psutil.Process] = []
         self.aof_sizes: list[tuple[float, int]] = []
 
+    def processes(self) -> list[psutil.Process]:
+        """Every process of this schedule so far that could still be looked up."""
+        return [actor.process for actor in self.actors() if actor.process is not None] + self._servers
+
+    def actors(self) -> list[Actor]:
+        return [*self.workers.values(), *self.retired, *([self.trainer] if self.trainer else [])]
+
+    async def restart_broker(self) -> None:
+        """Start the broker, again or for the first time."""
+        await asyncio.to_thread(self.broker.restart)
+        for pid in (self.broker.pid, self.broker.supervisor_pid):
+            assert pid is not None
+            self._servers.append(psutil.Process(pid))
+
     async def start(self, kill_worker_at: dict[str, Any], kill_trainer_at: Any) -> None:
-        await asyncio.to_thread(self.broker.start)
+        await self.restart_broker()
         await self.write_run()
         await asyncio.gather(*(self.add_worker(label, kill_worker_at.get(label)) for label in self.plan.labels))
         await self.start_trainer(kill_trainer_at)
@@ -166,7 +182,7 @@ class Stage:
 
     async def stop(self) -> None:
         """End whatever is left, whatever happened; says who had to be killed."""
-        for actor in [*self.workers.values(), *self.retired, *([self.trainer] if self.trainer else [])]:
+        for actor in self.actors():
             if not actor.gone:
                 actor.signal(signal.SIGCONT)
                 actor.signal(signal.SIGKILL)
@@ -177,5 +193,4 @@ class Stage:
         await asyncio.to_thread(self.broker.stop)
 
     def last_words(self) -> str:
-        actors = [*self.workers.values(), *self.retired, *([self.trainer] if self.trainer else [])]
-        return "\n".join(actor.last_words() for actor in actors)
+        return "\n".join(actor.last_words() for actor in self.actors())

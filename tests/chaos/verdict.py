@@ -105,32 +105,34 @@ def _results(evidence: Evidence, line: Line, rows: Sequence[Line]) -> Iterator[s
 
 
 def _events(evidence: Evidence) -> Iterator[str]:
-    """No row is accepted twice, no group ends twice or is published twice, by the broker's own account."""
-    accepted: Counter[tuple[str, str]] = Counter()
+    """By the broker's own account: no row accepted twice, no group published or ended twice, or finished by halves."""
+    sizes = {
+        line["batch"]: evidence.plan.batches[int(line["number"])].size
+        for line in evidence.journal
+        if line["kind"] == "batch"
+    }
+    accepted: Counter[tuple[str, int]] = Counter()
     ends: Counter[str] = Counter()
     published: Counter[str] = Counter()
+    rows: Counter[str] = Counter()
     for event in evidence.events:
         group = f"{event['batch']}:{event['group']}"
         if event["kind"] in ("accepted", "finished"):
-            accepted.update((group, at) for at in _positions(event["detail"], evidence))
-        if event["kind"] in ("finished", "dead"):
-            ends[group] += 1
-        if event["kind"] == "published":
-            published[group] += 1
+            positions = _positions(event["detail"], sizes.get(event["batch"], 0))
+            accepted.update((group, at) for at in positions)
+            rows[group] += len(positions)
+        ends[group] += event["kind"] in ("finished", "dead")
+        published[group] += event["kind"] == "published"
+        if event["kind"] == "finished" and rows[group] != sizes.get(event["batch"], 0):
+            yield f"group {group} was finished with {rows[group]} rows"
     for name, counter in (("accepted", accepted), ("ended", ends), ("published", published)):
         twice = sorted(str(what) for what, count in counter.items() if count > 1)
         if twice:
             yield f"{name} more than once: {', '.join(twice[:5])}"
 
 
-def _positions(detail: str, evidence: Evidence) -> list[str]:
-    if detail != "all":
-        return [at for at in detail.split(",") if at]
-    return (
-        [str(at) for at in range(max(batch.size for batch in evidence.plan.batches))]
-        if len(evidence.plan.batches) == 1
-        else ["all"]
-    )
+def _positions(detail: str, size: int) -> Sequence[int]:
+    return range(size) if detail == "all" else [int(at) for at in detail.split(",") if at]
 
 
 def _keys(evidence: Evidence) -> Iterator[str]:

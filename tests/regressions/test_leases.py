@@ -10,7 +10,7 @@ from typing import Any
 from rolloutbus.broker import codec
 from rolloutbus.broker.channel import Payload
 from rolloutbus.broker.messages import frame, parse_group
-from rolloutbus.broker.worker_transitions import Acceptance, Attempt, Rows, WorkerTransitions
+from rolloutbus.broker.worker_transitions import Acceptance, Accepted, Attempt, Rows, WorkerTransitions
 
 from tests.regressions.arena import Arena, Environment, comes_true, completed, echo, rows_of
 
@@ -33,9 +33,12 @@ async def _claimed(transitions: WorkerTransitions) -> list[str]:
         await asyncio.sleep(0.05)
 
 
-def _result(attempt: Attempt, value: str) -> Acceptance:
+async def _accept(transitions: WorkerTransitions, attempt: Attempt, value: str) -> str:
+    """Finish a group of one row with a result from `value`."""
     payload = Payload.of(codec.encode({"from": value}))
-    return Acceptance(attempt, [Rows((0,), frame([payload]))], finish=True)
+    answer = (await transitions.accept([Acceptance(attempt, [Rows((0,), frame([payload]))], finish=True)]))[0]
+    assert isinstance(answer, Accepted), answer
+    return answer.status
 
 
 async def _first_entry(arena: Arena, transitions: WorkerTransitions) -> list[str]:
@@ -58,8 +61,8 @@ async def test_a_late_result_of_a_requeued_attempt_is_refused_and_counted(arena:
         assert status == "ok"
         fast, status = await _take(second, await _claimed(second), "token-second")
         assert (status, fast.number) == ("ok", 2)
-        assert [answer.status for answer in await late.accept([_result(slow, "late")])] == ["stale"]
-        assert [answer.status for answer in await second.accept([_result(fast, "second")])] == ["ok"]
+        assert await _accept(late, slow, "late") == "stale"
+        assert await _accept(second, fast, "second") == "ok"
         groups = await completed(batch)
     assert [group.results for group in groups] == [[{"from": "second"}]]
     assert batch.metrics["timing/rollout/stale_writes"] == 1
@@ -76,7 +79,7 @@ async def test_a_second_loss_during_the_take_over_does_not_block_it(arena: Arena
         await _claimed(second)  # and it dies before it takes
         attempt, status = await _take(third, await _claimed(third), "token-3")
         assert status == "ok"
-        await third.accept([_result(attempt, "third")])
+        assert await _accept(third, attempt, "third") == "ok"
         groups = await completed(batch)
     assert groups[0].results == [{"from": "third"}]
 
@@ -97,10 +100,10 @@ async def test_groups_on_their_last_chance_run_one_at_a_time(arena: Arena) -> No
         one, status = await _take(second, lost[0], "token-2", crash_limit=2)
         _, other = await _take(second, lost[1], "token-3", crash_limit=2)
         assert (status, other) == ("ok", "suspect")
-        await second.accept([_result(one, "second")])
+        assert await _accept(second, one, "second") == "ok"
         two, status = await _take(second, await _claimed(second), "token-4", crash_limit=2)
         assert status == "ok"
-        await second.accept([_result(two, "second")])
+        assert await _accept(second, two, "second") == "ok"
         groups = await completed(batch)
     assert len(groups) == 2
     assert batch.metrics["timing/rollout/redeliveries"] == 2

@@ -29,7 +29,8 @@ async def test_a_worker_killed_in_the_middle_of_a_group_costs_no_row(stack: Stac
     doomed = await stack.process(label="s/0", hold=True)
     client = await stack.connected()
     async with client.run_groups(rows_of(4), 2) as batch:
-        await doomed.event("row")
+        await stack.happens("taken", 4)
+        await doomed.event("row", row=0)
         doomed.tell("go", 0)
         # One row of group 0 is in the broker, the other dies with its process.
         await stack.happens("accepted", 1, group=0)
