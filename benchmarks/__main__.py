@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: rolloutbus beside its peers, in turns, on this machine. Ratios count; absolute rates are this machine's noise.
+"""`python -m benchmarks`: rolloutbus beside its peers, in turns, on this machine; ratios count, absolute rates are noise.
 
 Writes `benchmarks/results.json` and prints the table of the README.
 """
@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def contestants(names: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 @contextlib.contextmanager
-def running(names: list[str]) -> Iterator[dict[str, Contestant]]:
+def running(names: list[str]) -> Generator[dict[str, Contestant], None, None]:
     with contextlib.ExitStack() as stack:
         yield {name: stack.enter_context(Contestant(name, *spec)) for name, spec in contestants(names).items()}
 
@@ -61,7 +61,7 @@ def rate(measurements: list[dict[str, Any]]) -> float:
 
 
 def table(found: Found) -> str:
-    """The figures as Markdown: rows per second as a multiple of Ray's, with the range; milliseconds to the first row."""
+    """The figures as Markdown: rows per second as a multiple of Ray's with its range, milliseconds to the first row."""
     lines: list[str] = []
     names = list(next(iter(found.values())))
     lines.append(f"| rows of | {' | '.join(names)} | first row, ms ({' / '.join(names)}) |")

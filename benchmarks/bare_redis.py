@@ -44,7 +44,8 @@ async def run_batch(connection: Any, reader: Any, cursors: dict[str, str], order
     count = 512 if order.kind == "1.5 KB" else 16
     while seen < order.rows:
         reply: Any = await reader.xread(cursors, count=count, block=1000)
-        for name, entries in reply or []:
+        found: list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]] = reply or []
+        for name, entries in found:
             for entry, fields in entries:
                 msgpack.unpackb(fields[b"payload"], ext_hook=unpack_array)
                 first = first or time.perf_counter() - started

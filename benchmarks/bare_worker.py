@@ -28,7 +28,8 @@ def main(url: str, shard: str) -> None:
         reply = connection.xreadgroup("g", "w", {f"groups:{shard}": ">"}, count=1, block=500)
         if connection.get("stop"):
             return
-        for _, entries in reply or []:
+        found: list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]] = reply or []
+        for _, entries in found:
             for entry, fields in entries:
                 pipe = connection.pipeline(transaction=False)
                 for row in msgpack.unpackb(fields[b"payload"]):

@@ -1,4 +1,4 @@
-"""How a contestant is driven: a process that stays up, runs one repetition per line of input, answers with a line of JSON.
+"""How a contestant is driven: a process that stays up, runs a repetition per line of input, answers in JSON.
 
 So contestants take turns in one session on one machine, and starting up is nobody's cost.
 """

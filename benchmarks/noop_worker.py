@@ -49,4 +49,5 @@ async def main(url: str, run: str, shard: str, label: str, slots: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:5], int(sys.argv[5])))
+    url, run, shard, label, slots = sys.argv[1:6]
+    asyncio.run(main(url, run, shard, label, int(slots)))

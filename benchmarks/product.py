@@ -57,8 +57,9 @@ async def run_batch(client: RolloutClient, order: Order) -> tuple[float, float]:
     started, first, count = time.perf_counter(), 0.0, 0
     async with client.run_groups(rows, group_size(order.kind)) as batch:
         async for group in batch:
+            assert isinstance(group, CompletedGroup)
             first = first or time.perf_counter() - started
-            count += len(group.rows)
+            count += len(group.results)
     assert count == order.rows
     return count / (time.perf_counter() - started), first * 1000
 

@@ -99,5 +99,5 @@ async def main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")  # pyright: ignore[reportUnknownMemberType]
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)  # pyright: ignore[reportUnknownMemberType]
     asyncio.run(main())

@@ -18,7 +18,7 @@ import redis.exceptions
 
 from tests.chaos.actors import Actor
 from tests.chaos.plan import KILL_POINTS, LEASE_S, Plan
-from tests.chaos.stage import Stage
+from tests.chaos.stage import PATIENCE_S, Stage
 
 Fault = Callable[[Stage, Plan], Coroutine[Any, Any, None]]
 
@@ -47,7 +47,7 @@ async def _replace(stage: Stage, plan: Plan, victim: Actor) -> None:
 
 
 async def worker_paused(stage: Stage, plan: Plan) -> None:
-    """SIGSTOP while it holds a group, past its lease, then SIGCONT: it must find out that it lost them."""
+    """SIGSTOP while it holds groups, past its lease, then SIGCONT: it must find out that it lost them, or its label."""
     victim = _victim(stage, plan)
     await stage.logged(plan.at)
     await stage.progress.until(lambda: bool(victim.held) or stage.progress.over)
@@ -56,7 +56,13 @@ async def worker_paused(stage: Stage, plan: Plan) -> None:
     stage.struck(victim.held)
     victim.signal(signal.SIGSTOP)
     await asyncio.sleep(LEASE_S * 1.3 + plan.hold_s)
+    replaced = plan.dice("paused").random() < 0.4
+    if replaced:
+        newer = await stage.add_worker(victim.name)
+        await stage.progress.until(lambda: newer.up or newer.gone)
     victim.signal(signal.SIGCONT)
+    if replaced and not await victim.wait(PATIENCE_S):
+        stage.complaints.append(f"{victim.name} did not end although another process has its label")
 
 
 async def broker_restarted(stage: Stage, plan: Plan) -> None:
