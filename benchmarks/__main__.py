@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: rolloutbus beside its peers, in turns, on this machine; ratios count, absolute rates are noise.
+"""`python -m benchmarks`: rolloutbus beside its peers, in turns, on this machine; ratios count, not rates.
 
 Writes `benchmarks/results.json` and prints the table of the README.
 """
