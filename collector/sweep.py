@@ -31,6 +31,13 @@ _DOUBTED_AT_ONCE = 64
 _LOOKS_MISSED = 3
 
 
+ABANDONED = Failure(
+    "infra",
+    "AbandonedError",
+    "the workers dropped it, because its client stayed away for longer than abandon_after_s; publish it again",
+)
+
+
 class GroupState(NamedTuple):
     """One group's record on the broker."""
 
@@ -99,12 +106,19 @@ class Sweeper:
             )
             return
         states = [parse_state(group, raw) for group, raw in zip(out, replies[1][1:], strict=True) if raw]
+        if replies[1][0] == b"sealed":
+            self._end_abandoned(watched, out, states)
         records = _records(replies[2])
         alive = await self._alive(records)
         await self._expire_late(watched, states, records, now_ms)
         await self._expire_unhosted(watched, states, records, alive)
         await self._expire_vanished(watched, states, alive)
         self._warn_of_stall(watched, states, alive)
+
+    def _end_abandoned(self, watched: Watched, out: Sequence[int], states: Sequence[GroupState]) -> None:
+        """All groups of a sealed batch were published: one without a record was dropped while this client was away."""
+        for group in set(out).difference(state.group for state in states):
+            watched.collection.fail(group, ABANDONED)
 
     async def _alive(self, records: Mapping[str, ShardRecord]) -> dict[str, list[str]]:
         """Shard → labels of its instances that show signs of life."""

@@ -97,7 +97,8 @@ def _common_route(rows: Sequence[Row], first: int) -> str:
     if any(route != routes[0] for route in routes):
         raise RouteError(
             f"the group that begins at row {first} mixes routes: {', '.join(sorted(set(routes)))}; all rows of a "
-            "prompt group must go to the same route, because its verifier may compare them"
+            "prompt group must go to the same route, because its verifier may compare them. Give the "
+            f"{len(rows)} rows of each prompt side by side"
         )
     return routes[0]
 

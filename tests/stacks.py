@@ -34,6 +34,7 @@ Row = dict[str, Any]
 P = ParamSpec("P")
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
+GONE_WITHIN_S = 2.0
 # Small leases, so that what takes a lease takes a second; the rest keeps its proportions.
 QUICK: dict[str, Any] = {
     "lease_s": 1.0,
@@ -131,6 +132,28 @@ class WholeGroup(EachRow):
     def run_rollouts(self, rows: Sequence[Row]) -> Any:
         self.calls.append([row["_rowidx"] for row in rows])
         return self._behaviour(rows)
+
+
+class Gates:
+    """Rollouts that wait until the test opens their group."""
+
+    def __init__(self) -> None:
+        self._events: dict[int, asyncio.Event] = {}
+        self.ended = 0
+
+    def __getitem__(self, group: int) -> asyncio.Event:
+        return self._events.setdefault(group, asyncio.Event())
+
+    def open(self, *groups: int) -> None:
+        for group in groups:
+            self[group].set()
+
+    async def rollout(self, row: Row) -> Row:
+        try:
+            await self[row["_rowidx"] // 2].wait()
+        finally:
+            self.ended += 1
+        return {"row": row["_rowidx"], "group_id": row["_group_id"]}
 
 
 class WorkerProcess:
@@ -341,6 +364,18 @@ async def until(condition: Callable[[], Any]) -> None:
     """Return when `condition()` holds, for what gives no event; bounded by the test's own time limit."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
+
+
+async def gone(stack: Stack, batch: str, environment: EachRow) -> None:
+    """Within two seconds no task of the batch runs and no key of it is there."""
+    async with asyncio.timeout(GONE_WITHIN_S):
+        await until(lambda: not environment.running and not stack.keys_of(batch))
+
+
+async def results_are_gone(stack: Stack) -> None:
+    """Entries of a batch that was left used to stay on the client's result stream for as long as the client lived."""
+    async with asyncio.timeout(5):
+        await until(lambda: stack.redis.xlen(stack.keys.results("trainer", "s")) == 0)
 
 
 async def groups_of(batch: AsyncIterator[Any]) -> list[CompletedGroup | GroupFailure]:

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..broker.errors import RouteError, UnknownBatchError
-from ..broker.messages import Failure
 from ..broker.settings import BrokerSettings, settings_from
+from ..collector.sweep import ABANDONED
 from ..collector.timing import DEFAULT_PREFIX
 from ..producer import PromptGroup, check_rows, plan_groups, stamp_row_indices
 from .batch import Batch, GroupBatch, OnFailure, RowBatch
@@ -23,11 +23,6 @@ from .engine import Engine
 from .session import Session, new_session
 
 DEFAULT_FLEET_WAIT_S = 60.0
-_TOO_LATE = Failure(
-    "infra",
-    "AbandonedError",
-    "the workers dropped it, because its client stayed away for longer than abandon_after_s; publish it again",
-)
 
 
 class RolloutClient:
@@ -156,7 +151,7 @@ class RolloutClient:
             status, _, token, *_ = record.get(f"g:{group}", "cancelled - -").split(" ")
             told = status == "failed" and token == "told"
             if status == "cancelled" and int(record["cancelled"]):
-                session.collection.fail(group, _TOO_LATE)
+                session.collection.fail(group, ABANDONED)
             elif told or status in ("handed", "cancelled"):
                 session.collection.skip(group, completed=status == "handed", failed=told)
         await self._engine.sessions.resume(session)

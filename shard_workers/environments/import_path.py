@@ -57,7 +57,8 @@ def _import_module(module_name: str, where: str) -> ModuleType:
             raise _broken_module(module_name, where, error) from error
         raise ConfigError(
             f"{where}: there is no module {error.name!r}; looked in {Path.cwd()} and the rest of the import "
-            f"path. Start from the folder that holds it, install it, or name its folder in python_path"
+            f"path. Start from the folder that holds it, install it, or list its folder, relative to the main config, "
+            f"under `python_path` in the config file of that entry"
         ) from None
     # A script without a main guard ends its importer, which would take the whole worker down.
     except (Exception, SystemExit) as error:

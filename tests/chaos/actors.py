@@ -61,7 +61,7 @@ class Actor:
     def __init__(self, module: str, name: str, progress: Progress, folder: Path) -> None:
         self.name = name
         self.held: set[str] = set()
-        self.up = self.gone = False
+        self.up = self.down = self.gone = False
         self.code: int | None = None
         self.process: psutil.Process | None = None
         self.log_path = folder / f"{name.replace('/', '-')}-{time.monotonic_ns()}.log"
@@ -96,8 +96,8 @@ class Actor:
             self.held.add(line["group"])
         elif line["kind"] == "ended":
             self.held.discard(line["group"])
-        elif line["kind"] == "up":
-            self.up = True
+        elif line["kind"] in ("up", "down"):
+            setattr(self, line["kind"], True)
         self._progress.note(line)
 
     def signal(self, number: int) -> None:

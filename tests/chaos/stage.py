@@ -173,7 +173,9 @@ class Stage:
             await self.progress.until(lambda: worker.up or worker.gone)
             if not worker.gone and not await worker.end(signal.SIGTERM, PATIENCE_S):
                 self.complaints.append(f"worker {worker.name} did not end within {PATIENCE_S:g} s of SIGTERM")
-            if worker.code not in (0, -signal.SIGKILL):
+            # A second SIGTERM may meet a worker that has left and whose interpreter is just ending.
+            left = worker.down and worker.code == -signal.SIGTERM
+            if not left and worker.code not in (0, -signal.SIGKILL):
                 self.complaints.append(f"worker {worker.name} ended with {worker.code}")
 
         await asyncio.gather(

@@ -15,6 +15,7 @@ from tests.chaos.plan import BatchPlan, Plan
 Line = dict[str, Any]
 # A row's result that came from somewhere else says more than its key.
 IDENTITY = ("label", "attempt", "call")
+CAN_CUT_TRAINER_OFF = ("net-silent", "net-reset", "net-slow", "trainer-paused", "mixed")
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def _groups(evidence: Evidence) -> Iterator[str]:
         rows = batch.rows[line["index"] * batch.size : (line["index"] + 1) * batch.size]
         if line["kind"] == "failure":
             # On a busy machine a trainer may come back too late; then it is told so, and that is what was promised.
-            late = evidence.trainer_crashed and "AbandonedError" in line["why"]
+            away = evidence.trainer_crashed or evidence.plan.fault in CAN_CUT_TRAINER_OFF
+            late = away and "AbandonedError" in line["why"]
             if rows[0]["trouble"] != "always" and not evidence.data_lost and not late:
                 yield f"group {line['id']} failed without a reason of its own: {line['why']}"
             continue

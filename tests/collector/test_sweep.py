@@ -1,5 +1,4 @@
-"""Looking after what a batch waits for, against a broker of our own making: who is ended, who is not, and what is said.
-"""
+"""Looking after what a batch waits for, against a broker of our own making: who is ended, and what is said."""
 
 from __future__ import annotations
 

@@ -108,9 +108,11 @@ async def test_groups_meet_on_two_replicas_and_a_killed_workers_group_is_scored_
     """
     async with AsyncExitStack() as ends, stack_on(broker) as stack:
         stack.host({"judge": {"replicas": 2, "commit": "group"}}, {"genrm_agent": "judge"})
-        replicas = await asyncio.gather(*(Replica.start(stack, model, number) for number in range(2)))
-        for replica in replicas:
-            ends.push_async_callback(replica.stop)
+        replicas: list[Replica] = []
+        # One after the other: each starts a Ray of its own, and two at once may take longer than Ray waits.
+        for number in range(2):
+            replicas.append(await Replica.start(stack, model, number))
+            ends.push_async_callback(replicas[-1].stop)
         client = await stack.connected()
         async with client.run_groups(rows_to_compare(6), SIBLINGS) as batch:
             outcomes = [group async for group in batch]

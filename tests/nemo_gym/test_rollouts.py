@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import pytest
+from rolloutbus.broker.errors import EncodeError
 from rolloutbus.shard_workers.environments.nemo_gym import NemoGymEnvironment
 from rolloutbus.shard_workers.environments.nemo_gym.errors import GymRolloutError, GymRowTimeoutError
 from rolloutbus.shard_workers.failures import describe
@@ -134,3 +135,10 @@ async def test_closing_a_call_ends_it_at_once_while_the_model_hangs(mcqa: NemoGy
 async def test_the_stack_says_that_it_is_well_from_any_thread(mcqa: NemoGymEnvironment) -> None:
     await mcqa.health()
     await asyncio.to_thread(lambda: asyncio.run(mcqa.health()))
+
+
+async def test_a_row_that_has_no_json_form_fails_at_once_and_the_next_call_runs(mcqa: NemoGymEnvironment) -> None:
+    async with asyncio.timeout(5):
+        with pytest.raises(EncodeError, match=r"the group that begins at row 0 .* object has no JSON form"):
+            await outcomes(mcqa, group(odd=object()))
+    assert all(isinstance(outcome, dict) for outcome in await outcomes(mcqa, group()))

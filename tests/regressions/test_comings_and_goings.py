@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rolloutbus.broker.errors import GroupFailedError, UnknownBatchError
 from rolloutbus.collector import GroupFailure
 
 from tests.chaos.actors import Actor
+from tests.chaos.proxy import Proxy
 from tests.regressions.arena import RUN, SHARD, Arena, Environment, arena_on, comes_true, completed, echo, rows_of
 
 
@@ -100,3 +102,29 @@ async def test_a_failed_group_raises_after_a_late_resume_too(tmp_path: Path) -> 
         async with arena.client(name_wait_s=10.0) as client:
             with pytest.raises(GroupFailedError, match="abandon_after_s"):
                 await completed(await client.resume(batch))
+
+
+async def test_a_trainer_that_was_cut_off_too_long_is_told_which_groups_were_dropped(tmp_path: Path) -> None:
+    """A switch was replaced, and a trainer saw its broker again after a quarter of an hour. Its workers had given it
+    up, nothing on the broker knew of its groups, and it waited for them until the job's time was over. A client that
+    comes back without having died is told like one that resumes.
+    """
+    async with arena_on(tmp_path, tcp=True, abandon_after_s=1.0) as arena:
+        proxy = Proxy(arena.broker.url, random.Random(1))
+        await proxy.start()
+        arena.worker("s/0", Environment(_slow), slots=1)
+        async with (
+            asyncio.timeout(30),
+            arena.client(proxy.url) as client,
+            client.run_groups(rows_of(30, 2), 2, on_failure="yield") as batch,
+        ):
+            groups = [await anext(batch)]
+            proxy.misbehave("reset")
+            await comes_true(lambda: int(arena.control.hget(arena.keys.batch(batch.id), "cancelled")))
+            proxy.heal()
+            groups += [group async for group in batch]
+        await proxy.stop()
+    failures = [group for group in groups if isinstance(group, GroupFailure)]
+    assert failures
+    assert {failure.type for failure in failures} == {"AbandonedError"}
+    assert len(groups) == 30

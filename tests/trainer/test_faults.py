@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncGenerator, Sequence
@@ -93,13 +95,21 @@ async def mortal_stack(directory: Path, persistence: Any, **settings: Any) -> As
             yield stack
 
 
-def cut_last_write(directory: Path, share: float) -> None:
-    """Take the end of the append-only file away, as a machine that lost power would: at a place inside of a command,
-    too.
-    """
-    (newest,) = sorted(directory.glob("**/*.incr.aof"))[-1:]
-    size = newest.stat().st_size
-    os.truncate(newest, int(size * share))
+def cut_file(directory: Path, share: float) -> None:
+    """Take the end of the append-only file away, as a machine that lost power would: inside of a command, too."""
+    newest = append_only_file(directory)
+    os.truncate(newest, int(newest.stat().st_size * share))
+
+
+def cut_before_group(directory: Path, number: int) -> None:
+    """Cut the append-only file where the `number`-th group was published, so that it and what came later is lost."""
+    newest = append_only_file(directory)
+    published = re.finditer(rb"queued 0 - - - ", newest.read_bytes())
+    os.truncate(newest, next(itertools.islice(published, number, None)).start())
+
+
+def append_only_file(directory: Path) -> Path:
+    return sorted(directory.glob("**/*.incr.aof"))[-1]
 
 
 @pytest.mark.parametrize("persistence", ["always", "everysec"])
@@ -130,7 +140,31 @@ async def test_a_broker_that_lost_the_end_of_its_file_gets_what_is_missing_again
         async with client.run_groups(rows_of(30), 2) as batch:
             groups = [await anext(batch) for _ in range(5)]
             stack.broker.kill()
-            cut_last_write(tmp_path, share)
+            cut_file(tmp_path, share)
+            stack.broker.restart()
+            stack.host()
+            pace.go.set()
+            groups += await groups_of(batch)
+        check_groups(groups, 30)
+        assert batch.counts == BatchCounts(30, 30, 0, 0)
+        await results_and_queue_are_empty(stack)
+
+
+@pytest.mark.parametrize("number", [1, 5, 15])
+@within(60)
+async def test_a_broker_that_lost_groups_whose_end_the_trainer_has_seen_is_not_asked_for_them(
+    tmp_path: Path, number: int
+) -> None:
+    """It never held as many groups again as the batch has, so the batch could not be sealed, and failed."""
+    async with mortal_stack(tmp_path, "everysec") as stack:
+        pace = Pace(free=40)
+        await stack.worker(EachRow(pace.rollout))
+        client = await stack.connected()
+        async with client.run_groups(rows_of(30), 2) as batch:
+            groups = [await anext(batch) for _ in range(20)]
+            await stack.happens("taken", 30)
+            stack.broker.kill()
+            cut_before_group(tmp_path, number)
             stack.broker.restart()
             stack.host()
             pace.go.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -19,7 +19,7 @@ from ...broker.shard_records import instance_labels
 from ...producer import check_rows
 from .config import ConfigPath, Overrides, load_config
 from .console import add_row, new_table, out, print_json, show_table
-from .rows import read_rows
+from .rows import Row, read_rows
 from .targets import AsJson
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def check(
     hosted = _read_entries(entries, fleet) if entries is not None else _entries_of_functions(fleet)
     routes = _route_map(fleet, hosted)
     shards = [_planned(fleet, shard.name, routes) for shard in fleet.plan.shards]
-    verdict = _check_rows(rows, routes)
+    verdict = _check_rows(rows, _hosted_routes(fleet, hosted))
     if as_json:
         print_json(_as_plain(fleet, shards, verdict))
         return
@@ -156,6 +156,25 @@ def _route_map(fleet: FleetConfig, hosted: Entries | None) -> Mapping[str, str] 
         raise ConfigError(str(error)) from None
 
 
+def _hosted_routes(fleet: FleetConfig, hosted: Entries | None) -> Mapping[str, str] | None:
+    """Where rows may go: as `_route_map`, but an unsharded shard of functions hosts its entries and nothing else."""
+    from ...shard_workers import build_route_shard_map
+
+    if fleet.sharded or hosted is None or fleet.environment != _FUNCTIONS:
+        return _route_map(fleet, hosted)
+    return build_route_shard_map(hosted)
+
+
+def check_functions(fleet: FleetConfig, source: str, rows: Sequence[Row]) -> None:
+    """What `functions` environments can tell before a fleet starts: their files, functions, and the rows' routes.
+
+    Raises `ConfigError` or `RowError`; says nothing about other environments.
+    """
+    hosted = _entries_of_functions(fleet)
+    if hosted is not None:
+        _check_routes(source, rows, _hosted_routes(fleet, hosted))
+
+
 def _planned(fleet: FleetConfig, name: str, routes: Mapping[str, str] | None) -> PlannedShard:
     shard = fleet.shard(name)
     labels = instance_labels(name, shard.replicas)
@@ -175,19 +194,23 @@ def _planned(fleet: FleetConfig, name: str, routes: Mapping[str, str] | None) ->
 
 def _check_rows(source: str | None, routes: Mapping[str, str] | None) -> str:
     """A sentence about the rows; raises what is wrong with them."""
-    from ...shard_workers import ShardSetupError, validate_dataset_routes
-
     if source is None:
         return "The config is sound."
     found = read_rows(source, 1, expanded=True)
     check_rows(found, 1)
     if routes is None:
         return f"The config is sound, and so are {len(found)} rows; their routes are known only with --entries."
+    _check_routes(source, found, routes)
+    return f"The config is sound, and every one of {len(found)} rows has a shard that hosts its route."
+
+
+def _check_routes(source: str, rows: Sequence[Row], routes: Mapping[str, str] | None) -> None:
+    from ...shard_workers import ShardSetupError, validate_dataset_routes
+
     try:
-        validate_dataset_routes(routes, {source: found})
+        validate_dataset_routes(routes, {source: rows})
     except ShardSetupError as error:
         raise RowError(str(error)) from None
-    return f"The config is sound, and every one of {len(found)} rows has a shard that hosts its route."
 
 
 def _show(fleet: FleetConfig, shards: list[PlannedShard]) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ...shard_workers.fleet import ShardFleet
 
 _ADDRESS_KEY = "rolloutbus.fleet.address"
+_ASKED = "asked the fleet, which does one thing after the other; Ctrl-C ends the waiting, not the doing"
 
 Address = Annotated[
     str | None,
@@ -132,6 +133,7 @@ def scale(
     Example: rolloutbus scale math 4 --run exp1
     """
     name = on_run(broker_url, run, _found)
+    say(_ASKED)
     request_scale(observer_settings(broker_url), name, shard, replicas)
     if as_json:
         print_json({"run": name, "shard": shard, "replicas": replicas})
@@ -150,6 +152,7 @@ def drain(
     Example: rolloutbus drain math/1 --run exp1
     """
     name = on_run(broker_url, run, _found)
+    say(_ASKED)
     request_drain(observer_settings(broker_url), name, label)
     if as_json:
         print_json({"run": name, "drained": label})

@@ -56,6 +56,8 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             say(f"Error: {error}", "red")
             raise typer.Exit(exit_code(error)) from None
 
+    # Typer keeps the line ends of a docstring, which a narrower terminal would break once more.
+    run.__doc__ = "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(command) or "").split("\n\n"))
     signature = inspect.signature(command, eval_str=True)
     option = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=0, annotation=Verbose)
     shown = signature.replace(parameters=[*signature.parameters.values(), option])

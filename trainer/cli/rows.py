@@ -53,7 +53,8 @@ def _lines(name: str, lines: TextIO) -> Iterator[Row]:
 
 def _row(place: str, line: str) -> Row:
     try:
-        row: object = json.loads(line)
+        # Without its end, or an error at the end would be told as one at column 1 of the next line.
+        row: object = json.loads(line.rstrip("\r\n"))
     except json.JSONDecodeError as error:
         raise RowError(
             f"{place} is no valid JSON: {error.msg} at column {error.colno}; mend or remove the line"

@@ -23,6 +23,7 @@ from ...producer.rows import shard_of
 from .. import RolloutClient
 from ..batch import GroupBatch, OnFailure
 from . import run_summary
+from .check_command import check_functions
 from .config import ConfigPath, ConfiguredRun, Overrides, configured_url, load_config, with_target
 from .console import err, out, print_json
 from .fleet_commands import broker_of, running_fleet
@@ -108,12 +109,14 @@ def run(
     root = load_config(config, overrides)
     url = configured_url(root, broker_url)
     # All that can be wrong is told before anything is started.
-    read_fleet_config(with_target(root, url, run_name))
+    known = read_fleet_config(with_target(root, url, run_name))
     batch_rows = read_rows(rows, num_generations, expanded=expanded)
     check_rows(batch_rows, num_generations)
     check_writable(results)
+    if known.fleet.address is None:
+        check_functions(known, rows, batch_rows if expanded else batch_rows[::num_generations])
     with (
-        Interrupts("cancelling the batch and stopping; once more to stop at once") as interrupts,
+        Interrupts("stopping, and cancelling what is out; once more to stop at once") as interrupts,
         broker_of(url) as used,
         running_fleet(with_target(root, used, run_name), interrupts) as fleet,
     ):

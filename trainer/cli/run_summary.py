@@ -98,7 +98,8 @@ class Summary:
 
 def show(summary: Summary, *, console: Console = out) -> None:
     """Both tables and what there is to say below them."""
-    table = new_table("", ("route", "rows", "mean reward", "failures"), ("rows", "mean reward", "failures"))
+    columns = ("route", "rows", "mean reward", "failed rows")
+    table = new_table("", columns, columns[1:])
     for route, tally in sorted(summary.routes.items()):
         mean = tally.mean_reward
         cells = (route, tally.rows, "-" if mean is None else f"{mean:.3f}", tally.failures)
@@ -112,7 +113,7 @@ def show(summary: Summary, *, console: Console = out) -> None:
         show_table(table, console)
     for failure in summary.first_failures:
         console.print(failure, style="red")
-    console.print(verdict(summary))
+    console.print(verdict(summary), soft_wrap=True)
 
 
 def verdict(summary: Summary) -> str:

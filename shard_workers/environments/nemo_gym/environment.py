@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ....broker.errors import ClosedError, ConfigError, EnvironmentContractError
+from ....broker.errors import ClosedError, ConfigError, EncodeError, EnvironmentContractError
 from ....broker.routes import route_of
 from ..base import Row, RowOutcome
 from ..identity import restore, stamped
@@ -99,7 +99,7 @@ class NemoGymEnvironment:
         outcomes = self._calls[call] = asyncio.Queue()
         left = len(rows)
         try:
-            await self._send(wire, {"op": "run", "call": call, "rows": stamped(rows, call)})
+            await self._begin_call(wire, call, rows)
             while left:
                 message = await outcomes.get()
                 if message["op"] != "row":
@@ -137,13 +137,16 @@ class NemoGymEnvironment:
             raise ClosedError("the nemo_gym environment is not started, or was stopped; call start(config) first")
         return self._wire
 
-    async def _send(self, wire: Wire, message: Message) -> None:
+    async def _begin_call(self, wire: Wire, call: int, rows: Sequence[Row]) -> None:
         if self._reading is None or self._reading.done():
             raise GymStackError(_GONE)
         try:
-            await wire.send(message)
+            await wire.send({"op": "run", "call": call, "rows": stamped(rows, call)})
         except ConnectionError:
             raise GymStackError(_GONE) from None
+        except TypeError as error:
+            first = rows[0].get("_rowidx")
+            raise EncodeError(f"the group that begins at row {first} cannot be given to NeMo Gym: {error}") from None
 
     async def _read(self, wire: Wire) -> None:
         while (message := await wire.receive()) is not None:

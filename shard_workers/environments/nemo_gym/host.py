@@ -50,6 +50,9 @@ class Host:
                 self._calls[call] = asyncio.create_task(self._run(call, message["rows"]))
             elif call in self._calls:
                 self._calls[call].cancel()
+            else:
+                # Over already, or it never came; whoever cancels waits for this.
+                await self._wire.send({"op": "ended", "call": call})
         watch.cancel()
         for task in self._calls.values():
             task.cancel()
@@ -106,7 +109,7 @@ class Host:
             await asyncio.sleep(_WATCH_EVERY_S)
             try:
                 await asyncio.to_thread(self._gym.poll)
-            except RuntimeError as error:
+            except Exception as error:
                 self._broken.set_result(str(error))
                 return
 

@@ -5,7 +5,7 @@
 | a row without `agent_ref` | its `task_source` must be turned into an agent here | Gym does it |
 | a failed start | leaves what was started running | Gym ends it (the supervisor would, too) |
 | `environment_servers` | none | listed like the other server types |
-| Ray | every server joins it | only servers that use it |
+| Ray | every server joins it | only servers that say so |
 
 Group identity is stamped for both: 0.4 reads `_ng_task_index`, newer ones `_ng_group_id` and `_ng_group_attempt`.
 """
@@ -35,6 +35,7 @@ RAY_ADDRESS_KEY = "ray_head_node_address"
 LOCAL = "127.0.0.1"
 # Gym's own default range.
 _PORTS = (10_001, 20_000)
+_RAY_TRIES = 3
 
 
 class Gym:
@@ -219,6 +220,14 @@ def _own_ray() -> str:
     """Start a small Ray for this stack alone; Gym's default one has a dashboard and more."""
     ray = _module("ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Without an address Ray would join whatever cluster was last started on this machine.
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="warning")
+    for tries_left in reversed(range(_RAY_TRIES)):
+        try:
+            # Without an address Ray would join whatever cluster was last started on this machine.
+            ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="warning")
+            break
+        except Exception:
+            # Ray gives its node 30 s, which cannot be changed and is short where several stacks start at once.
+            if not tries_left:
+                raise
+            ray.shutdown()
     return str(ray.get_runtime_context().gcs_address)

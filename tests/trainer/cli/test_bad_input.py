@@ -16,7 +16,7 @@ rolloutbus:
 env:
   nemo_gym:
     policy: offline
-    arithmetic: {function: "json:loads"}
+    arithmetic: {function: "asyncio:sleep"}
 """
 
 
@@ -73,6 +73,7 @@ def test_bad_override_is_named(override: str, expected: str) -> None:
     ("text", "expected"),
     [
         (f"{GOOD_ROW}\n\n{{broken\n", "rows.jsonl line 3 is no valid JSON"),
+        ('{"a": 1\n', "Expecting ',' delimiter at column 8"),
         (f"{GOOD_ROW}\n[1]\n", "rows.jsonl line 2 holds a list"),
         ("", "the batch is empty"),
         ('{"agent_ref": {"name": "a"}}\n', "row 0 lacks responses_create_params"),
@@ -116,10 +117,19 @@ def test_unknown_choice_is_named() -> None:
     assert "say yield or raise" in run_says("--on-failure", "ignore")
 
 
-def test_check_names_a_function_that_is_none() -> None:
-    said = call("check", "-c", "good.yaml", code=2).said
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_a_function_that_is_none_is_named_before_anything_starts(command: str) -> None:
+    mistake = "env.nemo_gym.arithmetic.function=json:loads"
+    said = run_says(mistake) if command == "run" else call("check", "-c", "good.yaml", mistake, code=2).said
     assert "arithmetic.function" in said
     assert "no async function" in said
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_a_route_that_the_only_shard_does_not_know_is_named_before_anything_starts(command: str) -> None:
+    Path("rows.jsonl").write_text(f"{GOOD_ROW}\n{GOOD_ROW.replace('arithmetic', 'chess')}\n")
+    said = run_says() if command == "run" else call("check", "-c", "good.yaml", "-r", "rows.jsonl", code=2).said
+    assert "'chess' in 1 row, first row 1" in said
 
 
 def test_check_names_rows_that_nobody_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

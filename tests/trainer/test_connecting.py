@@ -1,0 +1,104 @@
+"""How a client begins and ends: the broker, its name, its fleet, and what is said when one is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from rolloutbus.broker.embedded import EmbeddedBroker
+from rolloutbus.broker.errors import (
+    BrokerAuthError,
+    BrokerUnavailableError,
+    ClientNameTakenError,
+    ClosedError,
+    NoInstanceError,
+)
+from rolloutbus.trainer import RolloutClient
+
+from tests.stacks import (
+    Stack,
+    rows_of,
+    stack_on,
+    within,
+)
+
+
+@within(20)
+async def test_a_second_process_under_the_same_name_is_refused_until_the_first_leaves(stack: Stack) -> None:
+    async with stack.client():
+        with pytest.raises(ClientNameTakenError, match=r"client 'trainer' of run .* belongs to another live process"):
+            async with stack.client():
+                pass
+        async with stack.client(client="validation"):
+            pass
+    async with stack.client():
+        pass
+
+
+@within(20)
+async def test_waiting_for_a_name_gets_it_when_it_is_given_up(stack: Stack) -> None:
+    first = stack.client()
+    await first.__aenter__()
+    second = stack.client(name_wait_s=10.0)
+    entering = asyncio.create_task(second.__aenter__())
+    await stack.watch.ping()
+    await first.close()
+    await entering
+    await second.close()
+
+
+@within(20)
+async def test_a_broker_that_is_not_there_is_named_at_once() -> None:
+    with pytest.raises(BrokerUnavailableError, match=r"redis://127\.0\.0\.1:1") as caught:
+        async with RolloutClient.connect("redis://127.0.0.1:1", run="r"):
+            pass
+    assert isinstance(caught.value, ConnectionError)
+
+
+@within(20)
+async def test_a_wrong_password_is_told_without_telling_it() -> None:
+    with EmbeddedBroker(tcp=True, password="right") as server:
+        url = server.url.replace("right", "wrong-one")
+        with pytest.raises(BrokerAuthError) as caught:
+            async with RolloutClient.connect(url, run="r"):
+                pass
+    assert "wrong-one" not in str(caught.value)
+
+
+@within(20)
+async def test_without_a_fleet_the_wait_ends_by_name_and_a_second_try_may_follow_at_once(
+    broker: EmbeddedBroker,
+) -> None:
+    async with stack_on(broker) as stack:
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(NoInstanceError, match=f"run '{stack.run}' within 0.2 s"):
+                async with stack.client(fleet_wait_s=0.2):
+                    pass
+            assert time.monotonic() - began < 5
+        stack.host()
+        async with stack.client():
+            pass
+
+
+@within(20)
+async def test_giving_up_on_a_connection_ends_its_thread_and_frees_its_name(broker: EmbeddedBroker) -> None:
+    async with stack_on(broker) as stack:
+        client = stack.client(fleet_wait_s=60)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.__aenter__(), 0.2)
+        await client.close()
+        stack.host()
+        async with stack.client():
+            pass
+
+
+@within(20)
+async def test_a_closed_client_says_so(stack: Stack) -> None:
+    client = stack.client()
+    async with client:
+        pass
+    await client.close()
+    with pytest.raises(ClosedError):
+        client.run_groups(rows_of(1), 2)
