@@ -22,7 +22,7 @@ from .errors import FleetError
 from .keys import Keys
 from .scripts import SCRIPTS, load_scripts
 from .settings import BrokerSettings
-from .shard_records import ShardRecord
+from .shard_records import ShardRecord, parse_record
 from .steps import Runner, run_step
 
 DONE: Final = "ok"
@@ -221,8 +221,21 @@ async def _request_over_link(settings: BrokerSettings, run: str, request: Reques
         await link.close()
 
 
+async def _check_subject(runner: Runner, keys: Keys, subject: str) -> None:
+    """A name that nobody has is refused at once: the fleet may be busy with an earlier request for minutes."""
+    kind, _, name = subject.partition(":")
+    flat = (await runner.run([("HGETALL", keys.shards)]))[0]
+    records = {shard.decode(): parse_record(raw) for shard, raw in zip(flat[::2], flat[1::2], strict=True)}
+    labels = [label for shard, record in records.items() if record for label in record.instances(shard)]
+    known = labels if kind == "drain" else list(records)
+    if records and name not in known:
+        what = "instance" if kind == "drain" else "shard"
+        raise FleetError(f"run {keys.run!r} has no {what} {name!r}; it has: {', '.join(sorted(known))}")
+
+
 async def ask_fleet(runner: Runner, keys: Keys, settings: BrokerSettings, request: Request, timeout_s: float) -> None:
     """Put a request to the fleet and wait for its answer; the asyncio form of `request_scale` and `request_drain`."""
+    await _check_subject(runner, keys, request.subject)
     command = SCRIPTS["fleet_request"].call(
         [keys.fleet, keys.fleet_requests], request.subject, request.id, str(request.replicas), settings.key_ttl_ms
     )
