@@ -37,7 +37,7 @@ class RolloutClient:
         settings: BrokerSettings | Mapping[str, Any] | None = None,
         timer_prefix: str = DEFAULT_PREFIX,
         fleet_wait_s: float = DEFAULT_FLEET_WAIT_S,
-        name_wait_s: float = 0.0,
+        name_wait_s: float | None = None,
     ) -> None:
         given = settings.model_dump() if isinstance(settings, BrokerSettings) else dict(settings or {})
         broker = settings_from(BrokerSettings, {**given, "url": url}, "rolloutbus.broker")
@@ -47,7 +47,8 @@ class RolloutClient:
     @classmethod
     def connect(cls, url: str, *, run: str, client: str = "trainer", **options: Any) -> RolloutClient:
         """A client of the broker at `url`, for `async with`. Options: `settings`, `timer_prefix`, `fleet_wait_s`,
-        `name_wait_s`.
+        `name_wait_s` (how long to wait for the client's name; by default for a process that died, but for none that
+        lives).
 
         Entering raises `BrokerUnavailableError`, `BrokerAuthError`, `ClientNameTakenError`, or `NoInstanceError` when
         no fleet publishes its routes within `fleet_wait_s` seconds.

@@ -55,7 +55,7 @@ class Engine:
     """One client's thread. `start` and `stop` may be called from anywhere; `call` and `post` after `start`."""
 
     def __init__(
-        self, settings: BrokerSettings, run: str, client: str, *, fleet_wait_s: float, name_wait_s: float
+        self, settings: BrokerSettings, run: str, client: str, *, fleet_wait_s: float, name_wait_s: float | None
     ) -> None:
         self.settings = settings
         self.keys = Keys(run)
@@ -63,7 +63,9 @@ class Engine:
         self.incarnation = secrets.token_hex(8)
         self.route_map = RouteMap()
         self._fleet_wait_s = fleet_wait_s
-        self._name_wait_s = name_wait_s
+        # One lease is what a process that died without a word leaves behind; a live one is not waited for.
+        self._name_wait_s = settings.lease_s + 1.0 if name_wait_s is None else name_wait_s
+        self._only_for_the_dead = name_wait_s is None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._posted: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
@@ -231,12 +233,19 @@ class Engine:
         own = ClientTransitions(_ChannelRunner(channel), self.keys, self.settings, self.client, self.incarnation)  # pyright: ignore[reportArgumentType]
         connected = time.monotonic()
         deadline = connected + (0.0 if self._ready.done() else self._name_wait_s)
+        last = float("inf")
         while left := await own.own(watched_s=channel.hello.uptime_s + time.monotonic() - connected):
-            if time.monotonic() >= deadline:
+            # A lease that grows is being renewed: somebody is alive under this name.
+            if time.monotonic() >= deadline or (left > last and self._only_for_the_dead):
                 raise ClientNameTakenError(
                     f"client {self.client!r} of run {self.keys.run!r} belongs to another live process (its lease "
                     f"ends in {left / 1000:.0f} s unless renewed); end that process, or give this one another name"
                 )
+            if last == float("inf"):
+                log.info(
+                    "client %s: waiting for the lease of its former process, %.0f s at most", self.client, left / 1000
+                )
+            last = left
             await asyncio.sleep(min(0.2, left / 1000))
 
     async def _serve(self, stop: asyncio.Task[Any]) -> None:

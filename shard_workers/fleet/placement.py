@@ -35,6 +35,7 @@ class Bundle:
     cpus: float
     stands_alone: bool = False
 
+
 # A local Ray is given this many times the CPUs of the plan.
 LOCAL_ROOM = 4
 
@@ -79,8 +80,8 @@ class RaySession:
 
 
 def _local_options(cpus: float) -> dict[str, Any]:
-    # Stacks wait for models and servers most of the time; on one machine their CPUs are a matter of book-keeping. The rest
-    # is room for `scale`.
+    # Stacks wait for models and servers most of the time; on one machine their CPUs are a matter of book-keeping.
+    # The rest is room for `scale`.
     room = max(os.cpu_count() or 1, math.ceil(cpus * LOCAL_ROOM))
     return {"address": "local", "include_dashboard": False, "num_cpus": room}
 

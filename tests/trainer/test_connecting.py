@@ -102,3 +102,14 @@ async def test_a_closed_client_says_so(stack: Stack) -> None:
     await client.close()
     with pytest.raises(ClosedError):
         client.run_groups(rows_of(1), 2)
+
+
+@within(20)
+async def test_a_name_whose_process_died_is_waited_for_by_default(stack: Stack) -> None:
+    owner = stack.keys.owner("trainer")
+    async with stack.client():
+        left_behind = stack.redis.get(owner)
+    # As a process leaves it that is killed: the lease stands and nobody renews it.
+    stack.redis.set(owner, left_behind)
+    async with stack.client():
+        assert stack.redis.get(owner).split()[0] != left_behind.split()[0]
