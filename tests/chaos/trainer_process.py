@@ -13,7 +13,7 @@ from typing import Any
 
 from rolloutbus.broker.channel import Link
 from rolloutbus.broker.client_transitions import cancel_batch
-from rolloutbus.broker.errors import RolloutBusError, UnknownBatchError
+from rolloutbus.broker.errors import BrokerTimeoutError, BrokerUnavailableError, RolloutBusError, UnknownBatchError
 from rolloutbus.broker.keys import Keys
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.collector import CompletedGroup, GroupFailure
@@ -22,6 +22,8 @@ from rolloutbus.trainer.batch import GroupBatch
 
 from tests.chaos.child import die, orders, tell
 from tests.chaos.journal import Journal, read_journal
+
+RESTARTS = 20
 
 
 class Trainer:
@@ -40,16 +42,29 @@ class Trainer:
         tell(kind, **words)
 
     async def run(self) -> None:
-        words = self._words
-        client = RolloutClient.connect(
-            words["url"], run=words["run"], settings=words["settings"], name_wait_s=10, fleet_wait_s=20
-        )
-        async with client:
+        client = await self._connected()
+        try:
             tell("up")
-            for number, batch in enumerate(words["batches"]):
+            for number, batch in enumerate(self._words["batches"]):
                 if not any(line["kind"] == "closed" and line["number"] == number for line in self._before):
                     await self._run_one(client, number, batch["rows"], batch["size"])
+        finally:
+            await client.close()
         self._note("finished")
+
+    async def _connected(self) -> RolloutClient:
+        """A client; what cannot connect ends at once by design, and is started again as a job's scheduler would."""
+        words = self._words
+        options: dict[str, Any] = {"name_wait_s": 10, "fleet_wait_s": 20}
+        for _ in range(RESTARTS):
+            client = RolloutClient.connect(words["url"], run=words["run"], settings=words["settings"], **options)
+            try:
+                return await client.__aenter__()
+            except (BrokerUnavailableError, BrokerTimeoutError) as error:
+                logging.warning("the trainer could not connect (%s)", error)
+                await client.close()
+                await asyncio.sleep(0.5)
+        raise BrokerUnavailableError(f"the trainer could not connect in {RESTARTS} tries")
 
     async def _run_one(self, client: RolloutClient, number: int, rows: list[dict[str, Any]], size: int) -> None:
         known = [line["batch"] for line in self._before if line["kind"] == "batch" and line["number"] == number]
