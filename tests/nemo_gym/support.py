@@ -122,6 +122,15 @@ def shipped_config(environment: str) -> str:
     return f"resources_servers/{environment}/configs/{environment}.yaml"
 
 
+def is_server(process: psutil.Process, name: str = "") -> bool:
+    """Whether it is one of Gym's servers, or the one of this name."""
+    try:
+        served = process.environ().get("NEMO_GYM_CONFIG_PATH")
+        return process.name().startswith("python") and (served == name if name else served is not None)
+    except psutil.Error:
+        return False
+
+
 def tree_of(pid: int) -> list[psutil.Process]:
     """A process and all that came from it."""
     process = psutil.Process(pid)

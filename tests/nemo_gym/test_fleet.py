@@ -12,7 +12,7 @@ from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.shard_workers import ShardFleet
 from rolloutbus.trainer import CompletedGroup
 
-from tests.nemo_gym.support import Model, example_rows, gym_config, shipped_config, still_there
+from tests.nemo_gym.support import Model, example_rows, gym_config, is_server, shipped_config, still_there
 from tests.stacks import Stack
 
 GENERATIONS = 4
@@ -71,12 +71,4 @@ def rewards_of(groups: list[Any]) -> dict[int, list[float]]:
 
 def gym_servers(name: str = "") -> set[psutil.Process]:
     """Gym's servers among this process's descendants; all, or those of one name."""
-    return {process for process in psutil.Process().children(recursive=True) if _is_server(process, name)}
-
-
-def _is_server(process: psutil.Process, name: str) -> bool:
-    try:
-        served = process.environ().get("NEMO_GYM_CONFIG_PATH")
-        return process.name().startswith("python") and (served == name if name else served is not None)
-    except psutil.Error:
-        return False
+    return {process for process in psutil.Process().children(recursive=True) if is_server(process, name)}

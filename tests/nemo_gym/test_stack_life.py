@@ -14,7 +14,7 @@ from rolloutbus.broker.errors import ConfigError
 from rolloutbus.shard_workers.environments.nemo_gym import NemoGymEnvironment
 from rolloutbus.shard_workers.environments.nemo_gym.errors import GymStackError, GymStartError
 
-from tests.nemo_gym.support import HERE, ROOT, Held, Model, gym_config, shipped_config, still_there, tree_of
+from tests.nemo_gym.support import HERE, ROOT, Held, Model, gym_config, is_server, shipped_config, still_there, tree_of
 from tests.nemo_gym.test_rollouts import group, outcomes
 
 SERVERS = 3
@@ -24,27 +24,26 @@ async def test_a_dead_agent_server_ends_running_rows_and_health_names_it_and_sto
     model: Model, tmp_path: Path
 ) -> None:
     """With a log folder, which makes Gym's own shutdown forget the servers."""
+    before = set(psutil.Process().children())
     environment = NemoGymEnvironment()
-    await environment.start(
-        gym_config(model, shipped_config("mcqa"), ports=(21_100, 21_200), nemo_gym_log_dir=str(tmp_path))
-    )
-    [supervisor] = [child for child in psutil.Process().children() if "supervisor.py" in " ".join(child.cmdline())]
-    tree = tree_of(supervisor.pid)
-    agent = next(
-        p for p in tree if p.environ().get("NEMO_GYM_CONFIG_PATH") == "mcqa_simple_agent" and "python" in p.name()
-    )
-    held = Held()
-    model.reset(held)
-    running = asyncio.create_task(outcomes(environment, group()))
-    assert await asyncio.to_thread(held.arrived.acquire, timeout=30)
-    agent.kill()
-    held.release()
-    async with asyncio.timeout(10):
-        results = await running
-    assert any(isinstance(result, GymStackError) and "mcqa_simple_agent" in str(result) for result in results)
-    with pytest.raises(GymStackError, match="mcqa_simple_agent"):
-        await environment.health()
-    await environment.stop()
+    config = gym_config(model, shipped_config("mcqa"), ports=(21_100, 21_200), nemo_gym_log_dir=str(tmp_path))
+    await environment.start(config)
+    try:
+        [supervisor] = set(psutil.Process().children()) - before
+        tree = tree_of(supervisor.pid)
+        held = Held()
+        model.reset(held)
+        running = asyncio.create_task(outcomes(environment, group()))
+        assert await asyncio.to_thread(held.arrived.acquire, timeout=30)
+        next(process for process in tree if is_server(process, "mcqa_simple_agent")).kill()
+        held.release()
+        async with asyncio.timeout(10):
+            results = await running
+        assert any(isinstance(result, GymStackError) and "mcqa_simple_agent" in str(result) for result in results)
+        with pytest.raises(GymStackError, match="mcqa_simple_agent"):
+            await environment.health()
+    finally:
+        await environment.stop()
     await environment.stop()
     assert still_there(tree) == []
     assert (tmp_path / "stack.log").stat().st_size > 0
