@@ -79,6 +79,10 @@ class PromptGroupAccumulator:
         if not self._ended[group]:
             self._end(group)
 
+    def start_over(self) -> None:
+        """Drop what came of groups that are not complete."""
+        self._results.clear()
+
     def _end(self, group: int) -> dict[int, Any]:
         self._ended[group] = 1
         self._open -= 1

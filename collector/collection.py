@@ -194,6 +194,14 @@ class BatchCollection:
         """The batch cannot go on."""
         self._sink.on_error(error)
 
+    def start_over(self) -> None:
+        """All results are read again, from a broker that may have lost its last second: what came of groups that are
+        not complete is dropped, or their other rows could be of another attempt. Rows that the caller has are kept.
+        """
+        if self._sink.on_row is None:
+            self._accumulator.start_over()
+            self._incoming = {at: got for at, got in self._incoming.items() if self._accumulator.has_ended(at)}
+
     def hand_over(self, groups: Sequence[int]) -> list[Handover]:
         """The trainer has these groups; what of them may be deleted on the broker, by shard."""
         by_shard: dict[str, list[int]] = {}

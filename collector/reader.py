@@ -181,6 +181,8 @@ class Collector:
         if self._run_id and run_id != self._run_id:
             log.warning("the broker was restarted; reading all results again and looking for what is missing")
             self._rewind()
+            for batch in self.batches:
+                batch.start_over()
             self._on_restart()
         self._run_id = run_id
         return self._channel

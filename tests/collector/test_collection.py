@@ -19,12 +19,12 @@ SIZE = 2
 class Desk:
     """A collection of `groups` groups of two rows on two shards, and everything that it handed on."""
 
-    def __init__(self, groups: int = 2) -> None:
+    def __init__(self, groups: int = 2, *, rows_wanted: bool = True) -> None:
         self.groups: list[CompletedGroup | GroupFailure] = []
         self.errors: list[BaseException] = []
         self.rows: list[tuple[int, Any, int | None]] = []
         shards = ["even" if at % 2 == 0 else "odd" for at in range(groups)]
-        sink = Sink(self.groups.append, self.errors.append, self._on_row)
+        sink = Sink(self.groups.append, self.errors.append, self._on_row if rows_wanted else None)
         self.mine: Sequence[dict[str, Any]] = [{"n": at} for at in range(groups * SIZE)]
         self.collection = BatchCollection("b", self.mine, SIZE, shards, sink)
 
@@ -66,6 +66,33 @@ def test_a_row_counts_once_whatever_comes_again(order: list[int], again: list[in
     assert [row[0] for row in desk.rows] == list(dict.fromkeys([*order[:3], *again, *order]))
     assert desk.collection.duplicate_rows == 3 + len(again)
     assert desk.collection.all_ended
+
+
+def test_a_broker_that_lost_its_last_second_mixes_no_attempts() -> None:
+    """Found by chaos: the file was cut after one of a group's two entries had been read. The group ran again, and the
+    row that the trainer had of the first attempt was joined with its sibling of the second, on a shard that commits
+    whole groups.
+    """
+    desk = Desk(rows_wanted=False)
+    desk.collection.add(rows_entry("1-0", 0, [0], instance="s/1"))
+    desk.collection.add(rows_entry("1-1", 1, [2, 3], instance="s/1"))
+    desk.collection.start_over()
+    desk.collection.add(rows_entry("2-0", 0, [0], attempt=2))
+    desk.collection.add(rows_entry("1-1", 1, [2, 3], instance="s/1"))
+    desk.collection.add(rows_entry("2-1", 0, [1], attempt=2))
+    whole, again = desk.groups
+    assert isinstance(whole, CompletedGroup)
+    assert isinstance(again, CompletedGroup)
+    assert (whole.group_index, again.group_index) == (1, 0)
+    assert again.origins == [Origin("s/0", 2), Origin("s/0", 2)]
+
+
+def test_rows_that_the_caller_has_are_not_given_again_after_a_restart() -> None:
+    desk = Desk()
+    desk.collection.add(rows_entry("1-0", 0, [0]))
+    desk.collection.start_over()
+    desk.collection.add(rows_entry("2-0", 0, [0, 1], attempt=2))
+    assert [row[0] for row in desk.rows] == [0, 1]
 
 
 def test_the_same_entry_read_again_is_no_duplicate() -> None:
