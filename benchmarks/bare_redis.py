@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from rolloutbus.broker.embedded import EmbeddedBroker
@@ -24,7 +24,7 @@ redis: Any = importlib.import_module("redis.asyncio")
 
 def unpack_array(code: int, data: bytes) -> Any:
     kind, _, raw = data.partition(b"|")
-    return np.frombuffer(raw, dtype=kind.decode())
+    return cast("Any", np).frombuffer(raw, dtype=kind.decode())
 
 
 async def publish(connection: Any, rows: list[dict[str, Any]], size: int) -> None:

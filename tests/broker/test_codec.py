@@ -251,12 +251,12 @@ def test_the_payload_is_one_msgpack_document() -> None:
 def test_array_bytes_are_neither_joined_on_the_way_out_nor_copied_on_the_way_in() -> None:
     first, second = np.arange(3001, dtype="u1"), np.arange(100_000.0)
     buffers = codec.encode({"first": first, "second": second})
-    views = [np.frombuffer(buffer, "u1") for buffer in buffers if isinstance(buffer, memoryview)]
+    views = [cast("Any", np).frombuffer(buffer, "u1") for buffer in buffers if isinstance(buffer, memoryview)]
     assert [np.shares_memory(view, array) for view, array in zip(views, (first, second), strict=True)] == [True, True]
     payload = b"".join(buffers)
     assert codec.size_of(buffers) == len(payload)
     got = codec.decode(payload)
-    whole = np.frombuffer(payload, "u1")
+    whole = cast("Any", np).frombuffer(payload, "u1")
     for array in got.values():
         assert np.shares_memory(array, whole)
         offset = array.__array_interface__["data"][0] - whole.__array_interface__["data"][0]

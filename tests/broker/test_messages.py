@@ -135,8 +135,8 @@ def test_framed_payloads_are_aligned(parts: list[list[bytes]]):
 
 
 def whole_offset(whole: bytes, view: memoryview) -> int:
-    start = np.frombuffer(whole, np.uint8).ctypes.data
-    return np.frombuffer(view, np.uint8).ctypes.data - start if view.nbytes else 0
+    start = cast("Any", np).frombuffer(whole, np.uint8).ctypes.data
+    return cast("Any", np).frombuffer(view, np.uint8).ctypes.data - start if view.nbytes else 0
 
 
 def test_framing_is_msgpack():
