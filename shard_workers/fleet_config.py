@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field
@@ -29,6 +28,7 @@ from .plan_ports import replica_port_range
 from .plan_spec import CONFIG_ROOT, DEFAULT_PLACEMENT_STRATEGY, ShardPlan, ShardSpec
 from .plan_text import did_you_mean, names, shown
 from .worker_settings import WorkerSettings
+from .yaml_files import load_yaml
 
 ROOT: Final = "rolloutbus"
 CONFIG_DIR_KEY: Final = "config_dir"
@@ -182,7 +182,7 @@ def read_fleet_config(config: ConfigSource) -> FleetConfig:
 def _load(config: object) -> tuple[DictConfig, Path]:
     if isinstance(config, str | os.PathLike):
         path = Path(os.fspath(cast("str | os.PathLike[str]", config)))
-        return _load_file(path), path.resolve().parent
+        return load_yaml(path, f"with `{ROOT}` and `{CONFIG_ROOT}`"), path.resolve().parent
     if isinstance(config, DictConfig):
         return config, Path.cwd()
     if not isinstance(config, Mapping):
@@ -193,21 +193,6 @@ def _load(config: object) -> tuple[DictConfig, Path]:
     except OmegaConfBaseException as error:
         raise ConfigError(f"the config cannot be read: {str(error).partition(chr(10))[0]}") from None
     return created, Path.cwd()
-
-
-def _load_file(path: Path) -> DictConfig:
-    try:
-        loaded = OmegaConf.load(path)
-    except FileNotFoundError:
-        raise ConfigError(f"there is no config file {path}; give its path from the folder {Path.cwd()}") from None
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line} is no valid YAML: {error.problem}") from None
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} cannot be read as a config: {error}") from None
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{path} holds a list; its top level must be a mapping with `{ROOT}` and `{CONFIG_ROOT}`")
-    return loaded
 
 
 def _plain(root: DictConfig, key: str) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ...broker.errors import ConfigError
+from ..yaml_files import load_yaml
 
 
 def merge_config_paths(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,7 +23,10 @@ def merge_config_paths(config: Mapping[str, Any]) -> dict[str, Any]:
     A relative path is looked for in the working folder, then in `config_dir`, the folder of the file that
     names it.
     """
-    loaded = [_load(_find(path, config.get("config_dir"))) for path in _paths(config.get("config_paths"))]
+    loaded = [
+        load_yaml(_find(path, config.get("config_dir")), "of entries", key="config_paths")
+        for path in _paths(config.get("config_paths"))
+    ]
     try:
         merged = OmegaConf.merge(_open({}), *loaded, _open(config))
         plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
@@ -54,16 +57,3 @@ def _find(path: str, config_dir: object) -> Path:
             return candidate
     looked = " and ".join(str(candidate) for candidate in candidates)
     raise ConfigError(f"config_paths: there is no file {path!r}; looked for {looked}. Give it relative to one of them")
-
-
-def _load(path: Path) -> DictConfig:
-    try:
-        loaded = OmegaConf.load(path)
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"config_paths: {path}{line} is no valid YAML: {error.problem}") from None
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"config_paths: {path} cannot be read as a config: {error}") from None
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"config_paths: {path} holds a list; its top level must be a mapping of entries")
-    return loaded

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ...broker.errors import ConfigError
 from ...broker.settings import broker_url
+from ...shard_workers.yaml_files import load_yaml
 
 URL_KEY = "rolloutbus.broker.url"
 RUN_KEY = "rolloutbus.run"
@@ -37,7 +38,7 @@ Overrides = Annotated[
 
 def load_config(path: Path, overrides: Sequence[str] | None) -> DictConfig:
     """The file with the overrides in it; raises `ConfigError` naming file and line, or the override."""
-    root = _load_file(path)
+    root = load_yaml(path, "with `rolloutbus` and `env.nemo_gym`")
     for override in overrides or ():
         _apply(root, override)
     # Relative paths in it are meant from the file's folder, whatever is done with the config from here on.
@@ -101,21 +102,6 @@ def _set(root: DictConfig, key: str, value: Any, said: str) -> None:
         OmegaConf.update(root, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, AssertionError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(f"override {said!r} cannot be put into the config: {_first_line(error)}") from None
-
-
-def _load_file(path: Path) -> DictConfig:
-    try:
-        loaded = OmegaConf.load(path)
-    except FileNotFoundError:
-        raise ConfigError(f"there is no config file {path}; give its path from the folder {Path.cwd()}") from None
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line} is no valid YAML: {error.problem or error.context}") from None
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} cannot be read as a config: {_first_line(error)}") from None
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{path} holds a list; its top level must be a mapping with `rolloutbus` and `env.nemo_gym`")
-    return loaded
 
 
 def _first_line(error: BaseException) -> str:
