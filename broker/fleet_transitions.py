@@ -230,7 +230,7 @@ async def _check_subject(runner: Runner, keys: Keys, subject: str) -> None:
     known = labels if kind == "drain" else list(records)
     if records and name not in known:
         what = "instance" if kind == "drain" else "shard"
-        raise FleetError(f"run {keys.run!r} has no {what} {name!r}; it has: {', '.join(sorted(known))}")
+        raise FleetError(f"{kind} {name}: there is no {what} {name!r}; there are {', '.join(sorted(known))}")
 
 
 async def ask_fleet(runner: Runner, keys: Keys, settings: BrokerSettings, request: Request, timeout_s: float) -> None:
