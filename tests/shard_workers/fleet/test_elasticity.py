@@ -82,7 +82,7 @@ async def test_others_ask_for_scale_and_drain_over_the_broker(
         await asyncio.to_thread(request_drain, fleet.broker, fleet.run, "math/1")
     with pytest.raises(FleetError, match=r"drain nobody: there is no instance 'nobody'; there are math/1"):
         await asyncio.to_thread(request_drain, fleet.broker, fleet.run, "nobody")
-    with pytest.raises(FleetError, match=r"scale chess: there is no shard 'chess'.*'math'"):
+    with pytest.raises(FleetError, match=r"scale chess: there is no shard 'chess'; there are math"):
         await asyncio.to_thread(request_scale, fleet.broker, fleet.run, "chess", 2)
 
 
