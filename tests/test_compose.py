@@ -182,7 +182,7 @@ def test_data_survives_stop_and_start(server: str, tmp_path: Path) -> None:
         assert fields == {"field": "kept"}
 
 
-@pytest.mark.skipif(shutil.which("redis-cli") is None, reason="redis-cli is not installed")
+@pytest.mark.tools("redis-cli")
 def test_the_health_check_passes_on_a_working_server_and_fails_on_a_wrong_password(tmp_path: Path) -> None:
     [kind, check] = service(REDIS_PASSWORD=PASSWORD)["healthcheck"]["test"]
     assert kind == "CMD-SHELL"

@@ -154,6 +154,7 @@ def test_the_printed_lines_are_the_rules_and_hold_no_password() -> None:
     assert set(call("acl", "--run", RUN, "--json").json) == set(ROLES)
 
 
+@pytest.mark.tools("redis-cli")
 def test_a_printed_line_can_be_typed_into_redis_cli(guarded_broker: EmbeddedBroker) -> None:
     line = call("acl", "--run", RUN, "--role", "operator").out.replace(f">{PASSWORD}", f">{SECRET}")
     typed = subprocess.run(

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.inspection import RunState, inspect_run
 from rolloutbus.trainer.cli.targets import connected, observer_settings
@@ -70,6 +71,7 @@ def test_the_documented_commands_are_the_known_ones() -> None:
     assert documented() == COMMANDS
 
 
+@pytest.mark.tools("redis-cli")
 def test_what_redis_cli_prints_is_what_inspection_says(stage: Stage, broker: EmbeddedBroker) -> None:
     stage.instance(slots=2)
     batch = stage.batch(rows_of("ok", "wait", "wait", "ok", "fail"))
