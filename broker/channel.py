@@ -9,12 +9,13 @@ writes for itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import hiredis
 from redis.backoff import ExponentialWithJitterBackoff
@@ -36,8 +37,7 @@ class ReplyError(Exception):
     """An error reply, as it stands in a list of replies; never raised out of this package as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(NamedTuple):
     """One binary argument in several buffers, written one after the other without being joined."""
 
     buffers: Sequence[Buffer]
@@ -68,8 +68,6 @@ def pack(commands: Sequence[Command]) -> list[Buffer]:
         last = command[-1]
         if isinstance(last, Payload):
             _pack_with_payload(command, last, small, out)
-        elif any(isinstance(arg, Payload) for arg in command):
-            small.append(_pack_small(tuple([arg.joined() if isinstance(arg, Payload) else arg for arg in command])))
         else:
             small.append(_pack_small(tuple(command)))
     if small:
@@ -320,6 +318,10 @@ class Link:
 
     async def run(self, commands: Sequence[Command]) -> list[Any]:
         """Send `commands` until they are answered, over reconnects; gives up after `reconnect_timeout_s`."""
+        channel = self.current
+        if channel is not None:
+            with contextlib.suppress(BrokerUnavailableError, BrokerTimeoutError):
+                return await _when_ready(channel, commands)
         return await self.retrying(lambda channel: _when_ready(channel, commands))
 
     async def retrying(self, use: Callable[[Channel], Awaitable[list[Any]]]) -> list[Any]:

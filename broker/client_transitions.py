@@ -30,8 +30,7 @@ class BatchSpec:
     layout: str = "[]"
 
 
-@dataclass(frozen=True, slots=True)
-class OutgoingGroup:
+class OutgoingGroup(NamedTuple):
     """One group ready to be published."""
 
     batch: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import codec
 from .channel import Arg, Buffer, Payload
@@ -22,8 +22,7 @@ class ForeignEntryError(RolloutBusError, ValueError):
     """An entry that no rolloutbus process wrote, or that somebody changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupEntry:
+class GroupEntry(NamedTuple):
     """A prompt group as a worker reads it: `rows` rows, the first of which has `_rowidx` `first_row`."""
 
     entry: str
@@ -36,8 +35,7 @@ class GroupEntry:
     payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ResultEntry:
+class ResultEntry(NamedTuple):
     """What came back for one group: rows (`kind` "rows"), its failure ("failed"), or a notice ("cancelled")."""
 
     entry: str
@@ -155,6 +153,7 @@ def _words(fields: Sequence[bytes] | None) -> Mapping[bytes, bytes]:
 # Several rows share an entry: a msgpack array of alternating padding and row payload, so that arrays inside stay
 # aligned.
 _ALIGN = 16
+_PADDINGS = [b"\xc4" + bytes([pad]) + bytes(pad) + b"\xc6" for pad in range(_ALIGN)]
 
 
 def frame(payloads: Sequence[Payload]) -> Payload:
@@ -163,7 +162,7 @@ def frame(payloads: Sequence[Payload]) -> Payload:
     offset = 5
     for payload in payloads:
         pad = -(offset + 7) % _ALIGN
-        out.append(b"\xc4" + bytes([pad]) + bytes(pad) + b"\xc6" + payload.size.to_bytes(4, "big"))
+        out.append(_PADDINGS[pad] + payload.size.to_bytes(4, "big"))
         out.extend(payload.buffers)
         offset += 7 + pad + payload.size
     return Payload(out, offset)

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-# The kernel takes at most this many buffers per call (IOV_MAX is 1024 on Linux and macOS).
-_BUFFERS_PER_CALL = 512
+# The kernel takes up to 1024 (IOV_MAX on Linux and macOS), but no more bytes than the socket's buffer holds, and each
+# buffer that it did not take was prepared in vain.
+_BUFFERS_PER_CALL = 32
 _READ_BYTES = 1 << 20
 _SOCKET_BUFFER = 1 << 20
 HIGH_WATER = 4 << 20

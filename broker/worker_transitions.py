@@ -58,8 +58,7 @@ class Claimed(NamedTuple):
     parked: int
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(NamedTuple):
     """One delivery of a group to this instance, and the token that proves it."""
 
     group: GroupEntry
@@ -67,8 +66,7 @@ class Attempt:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Finished rows that share an entry: their positions in the group and one framed payload."""
 
     positions: tuple[int, ...]
@@ -76,8 +74,7 @@ class Rows:
     timing: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Acceptance:
+class Acceptance(NamedTuple):
     """Rows of one attempt that go to the broker in one step; `finish` ends the group with it."""
 
     attempt: Attempt

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..broker import codec
 from ..broker.errors import BatchCancelledError, BatchError, DecodeError
@@ -48,8 +48,7 @@ class _Incoming:
     since: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Handover:
+class Handover(NamedTuple):
     """Entries of groups that the trainer has: they may go."""
 
     batch: str

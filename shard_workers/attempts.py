@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..broker import codec
@@ -20,7 +20,7 @@ from ..broker.worker_transitions import Attempt, Taken, WorkerTransitions
 from .environments.base import Environment, ReportsTiming, Row
 from .failures import describe, retry_delay
 from .finishing import Finisher, LostAttemptError, Outgoing
-from .running import EnvironmentCancelledError, run_rows
+from .running import EnvironmentCancelledError, OnResult, run_rows
 from .timing import BatchTiming, InstanceTiming
 from .worker_settings import WorkerSettings
 
@@ -47,6 +47,8 @@ class AttemptRunner:
         self._finisher = finisher
         self._settings = settings
         self._timing = timing
+        # Asked once: whether an object has a protocol's methods takes longer to find out than to run a row.
+        self._reports = environment if isinstance(environment, ReportsTiming) else None
 
     async def serve(self, attempt: Attempt, taken: Taken, stopped: asyncio.Future[str]) -> str:
         """Bring one attempt to its end and say which: done, retry, dead, lost, gone or released.
@@ -58,10 +60,15 @@ class AttemptRunner:
         now = time.monotonic()
         timing.add("queue_wait", now - taken.queued_ms / 1000, now)
         timing.count_group()
+
+        def report() -> str:
+            timing.add("environment", now, time.monotonic())
+            return self._timing.packed(attempt.group.batch)
+
         outgoing = self._finisher.begin(
             attempt,
             whole=self._settings.commit == "group",
-            timing=lambda: self._timing.packed(attempt.group.batch),
+            timing=report,
             missing=attempt.group.rows - len(taken.accepted),
         )
         try:
@@ -104,8 +111,8 @@ class AttemptRunner:
         if rows:
             group_id = rows[0]["_group_id"]
             await run_rows(self._environment, rows, on_result, independent=independent)
-            if isinstance(self._environment, ReportsTiming):
-                for name, seconds in self._environment.take_timing(group_id).items():
+            if self._reports is not None:
+                for name, seconds in self._reports.take_timing(group_id).items():
                     timing.spend(name, seconds)
         self._finisher.complete(outgoing)
 
@@ -128,16 +135,15 @@ class AttemptRunner:
 
     def _publisher(
         self, outgoing: Outgoing, accepted: frozenset[int], first_row: int, rows: list[Row], timing: BatchTiming
-    ) -> Callable[[int, Mapping[str, Any]], None]:
+    ) -> OnResult:
         limit = self._transitions.settings.max_payload_bytes
         # Once and for all: the rows belong to the environment now, which may change them.
         indices = [row["_rowidx"] for row in rows]
-        began = time.monotonic()
 
-        def publish(at: int, result: Mapping[str, Any]) -> None:
+        def publish(at: int, result: Mapping[str, Any]) -> asyncio.Future[None] | None:
             index = indices[at]
             if index - first_row in accepted:
-                return
+                return None
             started = time.monotonic()
             payload = Payload.of(codec.encode(result, where=f"result of row {index}"))
             if payload.size > limit:
@@ -146,8 +152,7 @@ class AttemptRunner:
                     "return less, or raise the limit"
                 )
             timing.spend("postprocess_results", time.monotonic() - started)
-            timing.add("environment", began, started)
-            self._finisher.add(outgoing, index - first_row, payload)
+            return self._finisher.add(outgoing, index - first_row, payload)
 
         return publish
 
@@ -155,7 +160,7 @@ class AttemptRunner:
         """Everything is handed to the finisher: wait for the broker's word, which comes or the connection gives up."""
         started = time.monotonic()
         try:
-            await asyncio.shield(outgoing.settled)
+            await outgoing.settled
         except LostAttemptError as error:
             return "gone" if str(error) == "gone" else "lost"
         except RolloutBusError as error:

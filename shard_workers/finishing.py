@@ -8,8 +8,10 @@ its acknowledgement and its deletion are one step. What the broker accepted befo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..broker.channel import Payload
 from ..broker.errors import RolloutBusError
@@ -22,6 +24,9 @@ STEP_BYTES = 1 << 20
 # One write holds about this much, so that a hundred large groups that end together do not fill the connection for
 # seconds.
 WRITE_BYTES = 4 << 20
+# While more than this waits to be written, environments are not asked for their next row: memory stays bounded, and is
+# used again while it is warm.
+WAITING_BYTES = 8 << 20
 
 
 class LostAttemptError(RolloutBusError, RuntimeError):
@@ -40,6 +45,7 @@ class Outgoing:
     settled: asyncio.Future[None]
     whole: bool
     rows: dict[int, Payload] = field(default_factory=dict[int, Payload])
+    size: int = 0
     complete: bool = False
     timing: Callable[[], str] = str
     # Rows that have not been added yet; the instance's times travel with the last one.
@@ -49,13 +55,34 @@ class Outgoing:
     def ready(self) -> bool:
         return self.complete or (bool(self.rows) and not self.whole)
 
+    def put_back(self, rows: Mapping[int, Payload]) -> None:
+        """Rows that are to be sent again."""
+        self.rows.update(rows)
+        self.size += sum(payload.size for payload in rows.values())
+
+    def take(self, most: int | None) -> dict[int, Payload]:
+        """The rows that go out next: all of them, or the first ones of about `most` bytes, at least one."""
+        if most is None or self.size <= most:
+            rows, self.rows, self.size = self.rows, {}, 0
+            return rows
+        rows: dict[int, Payload] = {}
+        taken = 0
+        for at, payload in self.rows.items():
+            if rows and taken + payload.size > most:
+                break
+            rows[at] = payload
+            taken += payload.size
+        for at in rows:
+            del self.rows[at]
+        self.size -= taken
+        return rows
+
     def give_up(self, error: Exception) -> None:
         if not self.settled.done():
             self.settled.set_exception(error)
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
+class _Write(NamedTuple):
     """What one attempt has in a write, kept until the answer: after a duplicate the rest is sent again."""
 
     outgoing: Outgoing
@@ -69,6 +96,8 @@ class Finisher:
     def __init__(self, transitions: WorkerTransitions) -> None:
         self._transitions = transitions
         self._waiting: dict[Outgoing, None] = {}
+        self._waiting_bytes = 0
+        self._without_room: deque[asyncio.Future[None]] = deque()
         self._wake = asyncio.Event()
 
     def begin(self, attempt: Attempt, *, whole: bool, timing: Callable[[], str], missing: int) -> Outgoing:
@@ -76,12 +105,20 @@ class Finisher:
         settled = asyncio.get_running_loop().create_future()
         return Outgoing(attempt, settled, whole, timing=timing, missing=missing)
 
-    def add(self, outgoing: Outgoing, position: int, payload: Payload) -> None:
-        """A row is finished."""
+    def add(self, outgoing: Outgoing, position: int, payload: Payload) -> asyncio.Future[None] | None:
+        """A row is finished; gives what to wait for before the next one, where too much is on its way already."""
         outgoing.rows[position] = payload
+        outgoing.size += payload.size
         outgoing.missing -= 1
-        if not outgoing.whole:
-            self._enqueue(outgoing)
+        if outgoing.whole:
+            return None
+        self._waiting_bytes += payload.size
+        self._enqueue(outgoing)
+        if self._waiting_bytes < WAITING_BYTES or not outgoing.missing:
+            return None
+        room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._without_room.append(room)
+        return room
 
     def complete(self, outgoing: Outgoing) -> None:
         """All rows have been added: finish the group with the next write."""
@@ -91,9 +128,25 @@ class Finisher:
     def drop(self, outgoing: Outgoing) -> None:
         """The attempt ended another way; what was not written yet is not written any more."""
         self._waiting.pop(outgoing, None)
-        outgoing.rows.clear()
+        self._leave(outgoing, outgoing.take(None))
         if not outgoing.settled.cancel() and not outgoing.settled.cancelled():
             outgoing.settled.exception()  # nobody else asks any more, and asyncio would complain
+
+    def _leave(self, outgoing: Outgoing, rows: Mapping[int, Payload]) -> None:
+        """These rows wait no longer; whoever waited for room may go on."""
+        if not outgoing.whole:
+            self._waiting_bytes -= sum([payload.size for payload in rows.values()])
+            self._give_room()
+
+    def _give_room(self) -> None:
+        """Let those who wait for room go on, in order, one a tick: the row that one of them has ready counts for the
+        next, and one that has none ready holds nobody up.
+        """
+        if self._without_room and self._waiting_bytes < WAITING_BYTES:
+            waiter = self._without_room.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+            asyncio.get_running_loop().call_soon(self._give_room)
 
     def _enqueue(self, outgoing: Outgoing) -> None:
         self._waiting[outgoing] = None
@@ -114,14 +167,15 @@ class Finisher:
         while self._waiting and size <= WRITE_BYTES:
             outgoing = next(iter(self._waiting))
             del self._waiting[outgoing]
+            before = outgoing.size
             writes.append(self._next_of(outgoing))
-            size += sum(payload.size for payload in writes[-1].rows.values())
+            size += before - outgoing.size
         return writes
 
     def _next_of(self, outgoing: Outgoing) -> _Write:
         """What goes in one step; of large rows only the first, so that they flow while the rest is being written."""
-        rows = outgoing.rows if outgoing.whole else _first_step(outgoing.rows)
-        outgoing.rows = {at: payload for at, payload in outgoing.rows.items() if at not in rows}
+        rows = outgoing.take(None if outgoing.whole else STEP_BYTES)
+        self._leave(outgoing, rows)
         if outgoing.rows:
             self._enqueue(outgoing)
         timing = str if outgoing.rows or outgoing.missing > 0 else outgoing.timing
@@ -149,7 +203,9 @@ class Finisher:
             if write.acceptance.finish:
                 outgoing.settled.set_result(None)
         elif answer.status == "duplicate":
-            outgoing.rows.update({at: payload for at, payload in write.rows.items() if at not in answer.seen})
+            again = {at: payload for at, payload in write.rows.items() if at not in answer.seen}
+            outgoing.put_back(again)
+            self._waiting_bytes += 0 if outgoing.whole else sum(payload.size for payload in again.values())
             if outgoing.ready:
                 self._enqueue(outgoing)
         elif answer.status == "incomplete":
@@ -161,37 +217,21 @@ class Finisher:
             outgoing.give_up(LostAttemptError(answer.status))
 
 
-def _first_step(rows: dict[int, Payload]) -> dict[int, Payload]:
-    first: dict[int, Payload] = {}
-    size = 0
-    for at, payload in rows.items():
-        if first and size + payload.size > STEP_BYTES:
-            break
-        first[at] = payload
-        size += payload.size
-    return first
-
-
 def _share(rows: dict[int, Payload], timing: Callable[[], str]) -> list[Rows]:
     """Rows as entries of up to ENTRY_BYTES; the last one carries the instance's times where there are any to tell."""
-    chunks = _chunks(rows.items())
-    return [
-        Rows(
-            tuple([at for at, _ in chunk]),
-            frame([payload for _, payload in chunk]),
-            timing() if chunk is chunks[-1] else "",
-        )
-        for chunk in chunks
-    ]
+    entries = [Rows(tuple(chunk), frame(list(chunk.values()))) for chunk in _chunks(rows)]
+    if entries:
+        entries[-1] = entries[-1]._replace(timing=timing())
+    return entries
 
 
-def _chunks(rows: Iterable[tuple[int, Payload]]) -> list[list[tuple[int, Payload]]]:
-    chunks: list[list[tuple[int, Payload]]] = []
+def _chunks(rows: dict[int, Payload]) -> list[dict[int, Payload]]:
+    chunks: list[dict[int, Payload]] = []
     size = ENTRY_BYTES
-    for at, payload in rows:
+    for at, payload in rows.items():
         if size + payload.size > ENTRY_BYTES:
-            chunks.append([])
+            chunks.append({})
             size = 0
-        chunks[-1].append((at, payload))
+        chunks[-1][at] = payload
         size += payload.size
     return chunks

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -24,12 +23,10 @@ from .slots import Slots
 log = logging.getLogger("rolloutbus.worker")
 
 RawEntry = Any
-# One entry at a time shares a short queue evenly among replicas. Behind a long one that costs a round trip per group,
-# so after this many reads that did not have to wait a few are read at once.
-LONG_QUEUE_READS = 16
-LONG_QUEUE_COUNT = 4
-# A read that took longer has waited for an entry to come.
-READ_WAITED_S = 0.005
+# One entry at a time shares a queue evenly among replicas. For groups that end faster than they can be read that costs
+# a round trip each, so twice as many are read as have ended since the last read, if they were as short as this.
+SHORT_GROUP_S = 0.05
+MOST_AT_ONCE = 16
 # Unblocking races with the read's begin, so it is repeated until the read has returned.
 _UNBLOCK_EVERY_S = 0.02
 
@@ -46,7 +43,7 @@ class GroupReader:
         self._purpose = purpose
         self._channel: Channel | None = None
         self._reading = False
-        self._in_a_row = 0
+        self._short_ended = 0
         self._stopped = False
 
     async def entries(self, slots: Slots) -> AsyncIterator[RawEntry]:
@@ -86,9 +83,9 @@ class GroupReader:
         if self._stopped:
             return []
         # What waited here for a slot could run elsewhere.
-        count = min(free, LONG_QUEUE_COUNT) if self._in_a_row >= LONG_QUEUE_READS else 1
+        count = max(1, min(free, 2 * self._short_ended, MOST_AT_ONCE))
+        self._short_ended = 0
         self._reading = True
-        started = time.monotonic()
         try:
             reply = (await channel.send([self._transitions.read_command(count, int(self._settings.block_s * 1000))]))[0]
         finally:
@@ -98,10 +95,12 @@ class GroupReader:
                 await self._transitions.prepare()
                 return []
             raise translate(reply, "the broker")
-        entries: list[RawEntry] = reply[0][1] if reply else []
-        full = len(entries) == count and time.monotonic() - started < READ_WAITED_S
-        self._in_a_row = self._in_a_row + 1 if full else 0
-        return entries
+        return reply[0][1] if reply else []
+
+    def group_ended(self, seconds: float) -> None:
+        """A group that was read here has ended after `seconds`."""
+        if seconds < SHORT_GROUP_S:
+            self._short_ended += 1
 
     async def stop(self) -> None:
         """No read begins any more; one that waits returns at once, and what it got is delivered."""

@@ -7,14 +7,13 @@ environment does against its contract becomes an error of this attempt.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from ..broker.errors import EnvironmentContractError
 from .environments.base import Environment, Row
 
-OnResult = Callable[[int, Mapping[str, Any]], None]
+OnResult = Callable[[int, Mapping[str, Any]], Awaitable[None] | None]
 
 
 class EnvironmentCancelledError(EnvironmentContractError):
@@ -22,7 +21,8 @@ class EnvironmentCancelledError(EnvironmentContractError):
 
 
 async def run_rows(environment: Environment, rows: Sequence[Row], on_result: OnResult, *, independent: bool) -> None:
-    """Run `rows` of one group; calls `on_result(position, result)` in completion order, once per row.
+    """Run `rows` of one group; calls `on_result(position, result)` in completion order, once per row. Where that gives
+    something to wait for, the environment is asked for its next row only then.
 
     With `independent` rows a failed one lets its siblings finish, else it ends the attempt at once. Raises the row's
     exception, or `EnvironmentContractError` for foreign, repeated or missing rows and for results that are none.
@@ -30,15 +30,20 @@ async def run_rows(environment: Environment, rows: Sequence[Row], on_result: OnR
     outcomes = _Outcomes(rows)
     failed: BaseException | None = None
     try:
-        async with closing_stream(environment.run_rollouts(rows)) as stream:
+        stream = _as_stream(environment.run_rollouts(rows))
+        try:
             async for item in stream:
                 position, result = outcomes.check(item)
                 if not isinstance(result, BaseException):
-                    on_result(position, result)
+                    room = on_result(position, result)
+                    if room is not None:
+                        await room
                     continue
                 failed = result if failed is None else failed
                 if not independent:
                     break
+        finally:
+            await _close(stream)
     # Left alone, it would end the event loop and with it every other group of this instance.
     except SystemExit as error:
         raise EnvironmentContractError(f"the environment raised SystemExit({error}); let it raise an error") from error
@@ -89,21 +94,21 @@ class _Outcomes:
             )
 
 
-@asynccontextmanager
-async def closing_stream(stream: Any) -> AsyncGenerator[AsyncIterator[Any], None]:
-    """The stream, closed at the end if it can be, so that leaving early ends the environment's tasks."""
+def _as_stream(stream: Any) -> AsyncIterator[Any]:
     if not hasattr(stream, "__aiter__"):
         if asyncio.iscoroutine(stream):
             stream.close()
         raise EnvironmentContractError(
             f"run_rollouts returned {type(stream).__name__}; it must return an async iterator of (row, result)"
         )
-    try:
-        yield stream
-    finally:
-        close = getattr(stream, "aclose", None)
-        if close is not None:
-            await close()
+    return stream
+
+
+async def _close(stream: Any) -> None:
+    """Close the stream if it can be, so that leaving early ends the environment's tasks."""
+    close = getattr(stream, "aclose", None)
+    if close is not None:
+        await close()
 
 
 def _span(indices: Iterable[int]) -> str:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from ..broker.messages import ForeignEntryError, GroupEntry, parse_group
 from ..broker.scripts import load_scripts
 from ..broker.settings import BrokerSettings
 from ..broker.worker_transitions import Attempt, Identity, WorkerTransitions
+from .allocator import keep_freed_memory
 from .attempts import AttemptRunner
 from .environments.base import Environment
 from .finishing import Finisher
@@ -73,6 +76,8 @@ class ShardWorker:
         self._leases = LeaseKeeper(settings, keys, self.identity, self.settings.slots, self._on_lost, self._on_replaced)
         self._reader = GroupReader(settings, self._link, self._transitions, f"reader:{label}")
         self._slots = Slots(self.settings.slots)
+        # Unique without asking the kernel for randomness each time: the first half is this process's.
+        self._tokens = map((secrets.token_hex(8) + "{:x}").format, itertools.count())
         self._in_hand: dict[str, asyncio.Future[str]] = {}
         self._stops: dict[str, asyncio.Future[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,6 +91,7 @@ class ShardWorker:
 
     async def run(self) -> None:
         """Work until told to stop, then let running groups finish or hand them back, and leave the books in order."""
+        keep_freed_memory()
         await self._transitions.prepare()
         await self._transitions.register()
         self._leases.start()
@@ -144,7 +150,7 @@ class ShardWorker:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, group: GroupEntry, stopped: asyncio.Future[str]) -> None:
-        outcome = "error"
+        outcome, started = "error", time.monotonic()
         try:
             outcome = await self._attempt(group, stopped)
         except RolloutBusError as error:
@@ -152,11 +158,12 @@ class ShardWorker:
             log.exception("%s: batch %s group %s: %s", self.identity.label, group.batch, group.group, error)
         finally:
             self._ended[outcome] = self._ended.get(outcome, 0) + 1
+            self._reader.group_ended(time.monotonic() - started)
             del self._in_hand[group.entry]
             self._slots.release()
 
     async def _attempt(self, group: GroupEntry, stopped: asyncio.Future[str]) -> str:
-        token = secrets.token_hex(8)
+        token = next(self._tokens)
         taken = await self._transitions.take(
             group, token, observing=self._observing(), crash_limit=self.settings.infra_attempts
         )

@@ -192,10 +192,10 @@ async def test_every_face_of_a_channel_gives_up_in_time():
 async def test_a_server_that_never_greets_is_a_timeout():
     async with speaking(lambda command: None) as url:
         with pytest.raises(BrokerTimeoutError, match=r"127\.0\.0\.1.*did not answer in time"):
-            await Channel.open(settings(url, connect_timeout_s=0.05), "test")
+            await Channel.open(settings(url, connect_timeout_s=0.5), "test")
         with pytest.raises(BrokerTimeoutError):
             await Channel.open(settings(url, command_timeout_s=0.05), "test")
-        link = Link(settings(url, connect_timeout_s=0.05), "test")
+        link = Link(settings(url, connect_timeout_s=0.5), "test")
         with pytest.raises(BrokerTimeoutError):
             await link.channel()
         await link.close()

@@ -15,6 +15,7 @@ from rolloutbus.broker.worker_transitions import Acceptance, Accepted, Attempt
 from rolloutbus.shard_workers.finishing import (
     ENTRY_BYTES,
     STEP_BYTES,
+    WAITING_BYTES,
     Finisher,
     IncompleteGroupError,
     LostAttemptError,
@@ -239,3 +240,40 @@ async def test_an_attempt_that_ended_another_way_writes_nothing_more(desk: Desk)
     await settled(other)
     assert [acceptance.attempt.group.group for write in desk.broker.writes for acceptance in write] == [1]
     assert dropped.settled.cancelled()
+
+
+async def test_while_too_much_waits_the_next_row_is_not_asked_for(desk: Desk) -> None:
+    """A broker that takes nothing must not fill the worker's memory: who gave a row waits until there is room again."""
+    desk.broker.may_answer.clear()
+    outgoing = [desk.begin(group) for group in range(6)]
+    large = WAITING_BYTES // 4
+    desk.finisher.add(outgoing[0], 0, payload())
+    await asyncio.wait_for(desk.broker.written.wait(), LIMIT_S)
+    waits = [desk.finisher.add(one, 1, payload(large)) for one in outgoing]
+    assert [wait is None for wait in waits] == [True, True, True, False, False, False]
+    desk.broker.may_answer.set()
+    await asyncio.wait_for(asyncio.gather(*[wait for wait in waits if wait is not None]), LIMIT_S)
+    assert desk.finisher.add(outgoing[0], 2, payload()) is None
+    for one in outgoing:
+        desk.finisher.drop(one)
+
+
+async def test_a_group_that_is_dropped_makes_room(desk: Desk) -> None:
+    desk.broker.may_answer.clear()
+    first, second = desk.begin(0), desk.begin(1)
+    desk.finisher.add(first, 0, payload())
+    await asyncio.wait_for(desk.broker.written.wait(), LIMIT_S)
+    waits = [desk.finisher.add(first, 1, payload(WAITING_BYTES)), desk.finisher.add(second, 1, payload())]
+    assert None not in waits
+    desk.finisher.drop(first)
+    await asyncio.wait_for(asyncio.gather(*[wait for wait in waits if wait is not None]), LIMIT_S)
+    desk.finisher.drop(second)
+
+
+async def test_a_group_that_is_held_back_waits_for_nobody(desk: Desk) -> None:
+    """Its rows go out when it is complete, so that waiting for room before would be waiting for itself."""
+    held = desk.begin(whole=True)
+    for at in range(4):
+        assert desk.finisher.add(held, at, payload(WAITING_BYTES)) is None
+    desk.finisher.complete(held)
+    await settled(held)

@@ -10,7 +10,7 @@ import pytest
 from rolloutbus.broker.channel import Link
 from rolloutbus.broker.scripts import load_scripts
 from rolloutbus.broker.worker_transitions import Identity, WorkerTransitions
-from rolloutbus.shard_workers.reading import GroupReader
+from rolloutbus.shard_workers.reading import MOST_AT_ONCE, SHORT_GROUP_S, GroupReader
 from rolloutbus.shard_workers.slots import Slots
 
 from tests.stacks import Stack, until, within
@@ -125,3 +125,32 @@ async def test_a_stream_that_was_deleted_is_made_again_and_read_on(desk: Desk) -
                 await asyncio.sleep(0.01)
     wanted = desk.add(2)
     await until(lambda: desk.got == wanted)
+
+
+@within(20)
+async def test_several_groups_are_read_at_once_only_where_they_end_at_once(stack: Stack) -> None:
+    """A queue of rollouts that take their time is shared evenly among replicas, one by one."""
+    desk = Desk(stack, slots=100)
+    await stack.reading("s", desk.identity.consumer)
+    reads_before = reads(stack)
+    for seconds in (SHORT_GROUP_S * 2, 60.0):
+        desk.reader.group_ended(seconds)
+    wanted = desk.add(10)
+    await until(lambda: desk.got == wanted)
+    one_by_one = reads(stack) - reads_before
+    await desk.close()
+    stack.redis.delete(stack.keys.groups("s"))
+
+    swift = Desk(stack, slots=100)
+    for _ in range(MOST_AT_ONCE):
+        swift.reader.group_ended(0.0)
+    wanted = swift.add(MOST_AT_ONCE)
+    reads_before = reads(stack)
+    await until(lambda: swift.got == wanted)
+    assert reads(stack) - reads_before < one_by_one
+    await swift.close()
+    stack.redis.delete(stack.keys.groups("s"))
+
+
+def reads(stack: Stack) -> int:
+    return int(stack.redis.info("commandstats")["cmdstat_xreadgroup"]["calls"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from rolloutbus.broker.channel import Channel, Link, Payload
 from rolloutbus.broker.client_transitions import BatchSpec, OutgoingGroup
@@ -153,7 +151,7 @@ async def test_an_entry_that_claims_fewer_rows_than_its_batch_cannot_finish_earl
     await stage.sealed()
     worker = stage.worker()
     attempt = await stage.taken(worker)
-    short = dataclasses.replace(attempt, group=dataclasses.replace(attempt.group, rows=2))
+    short = attempt._replace(group=attempt.group._replace(rows=2))
     with pytest.raises(BrokerError, match="has 4 rows"):
         await stage.accept(worker, short, result_rows(0, 1), finish=True)
     assert await stage.queued() == [attempt.group.entry]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from rolloutbus.broker.client_transitions import BatchSpec
 from rolloutbus.broker.errors import BatchCancelledError, OwnershipLostError
@@ -69,7 +67,7 @@ async def test_a_closed_batch_takes_no_group(stage: Stage):
 
 async def test_a_sealed_batch_takes_no_further_group(stage: Stage):
     batch = await stage.sealed(1)
-    (answer,) = await batch.client.publish([dataclasses.replace(batch.groups[0], group=1)])
+    (answer,) = await batch.client.publish([batch.groups[0]._replace(group=1)])
     assert isinstance(answer, BatchCancelledError)
     assert await stage.queued() == list(batch.entries.values())
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from rolloutbus.broker.client_transitions import ClientTransitions
 from rolloutbus.broker.worker_transitions import Taken, WorkerTransitions
 
@@ -423,4 +421,4 @@ async def test_entries_deleted_behind_a_workers_back_are_acknowledged_when_read_
     await real_stage.raw("XDEL", real_stage.stream, deleted.entry)
     assert [entry.decode() for entry, _ in await worker.unseen()] == [kept.entry]
     assert await real_stage.pending() == 1
-    assert dataclasses.replace(kept, entry=batch.entries[1]) == kept
+    assert kept._replace(entry=batch.entries[1]) == kept
