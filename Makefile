@@ -19,6 +19,7 @@ test: install
 	$(VENV)/bin/python -m pytest
 
 bench: install
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
 	$(VENV)/bin/python -m benchmarks
 
 chaos: install

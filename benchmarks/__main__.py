@@ -1,106 +1,114 @@
-"""`python -m benchmarks`: rolloutbus beside its peers, in turns, on this machine; ratios count, not rates.
+"""`python -m benchmarks`: rolloutbus measured on this machine, beside its peers and against its own goals.
 
-Writes `benchmarks/results.json` and prints the table of the README.
+Without a word it runs `compare`, `scaling` and `makespan`. Each adds to `results.json` and writes `report.md` and
+`results.png` beside it anew; `report` only does the latter. `check` is a short comparison for CI that writes nothing
+and fails where a ratio fell below its floor.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import statistics
-from collections.abc import Generator
+import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from benchmarks.contest import Contestant, Order
-from benchmarks.payloads import KINDS
+from rich.console import Console
 
-# Kind → contestant → measurements.
-Found = dict[str, dict[str, list[dict[str, Any]]]]
-LOW_LOAD = Order("1.5 KB", 400, shards=1, rate=200.0)
+from benchmarks import compare, plot, report
+from benchmarks.check import check
+from benchmarks.contest import BenchmarkError
+from benchmarks.crowd import crowd
+from benchmarks.makespan import makespan
+from benchmarks.payloads import COMPARED
+from benchmarks.results import Results, load, save, this_machine
+from benchmarks.scaling import growth, instances
 
-
-def contestants(names: list[str]) -> dict[str, tuple[str, ...]]:
-    known = {
-        "ray": ("ray_streams",),
-        "bare": ("bare_redis",),
-        "unix": ("product", "unix"),
-        "tcp": ("product", "tcp"),
-        "aof": ("product", "aof"),
-    }
-    return {name: known[name] for name in names}
+PARTS = ("compare", "scaling", "makespan")
 
 
-@contextlib.contextmanager
-def running(names: list[str]) -> Generator[dict[str, Contestant], None, None]:
-    with contextlib.ExitStack() as stack:
-        yield {name: stack.enter_context(Contestant(name, *spec)) for name, spec in contestants(names).items()}
+def names_of(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """An option's type: names with commas between, each of which must be known."""
+
+    def parse(text: str) -> list[str]:
+        unknown = [name for name in text.split(",") if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return text.split(",")
+
+    return parse
 
 
-def measure(names: list[str], kinds: list[str], repeats: int, scale: float) -> Found:
-    """Kind → contestant → measurements, contestants in turns, after one warm-up each."""
-    found: Found = {}
-    with running(names) as players:
-        for kind in kinds:
-            order = Order(kind, max(64, int(KINDS[kind][1] * scale)) // 32 * 32)
-            found[kind] = {name: [] for name in players}
-            for repeat in range(repeats + 1):
-                for name, player in players.items():
-                    measurement = player.run(order)
-                    if repeat:
-                        found[kind][name].append(measurement)
-        found["low load"] = {
-            name: [player.run(LOW_LOAD)] for name, player in players.items() if name in ("ray", "unix", "tcp")
-        }
+def at_least_one(text: str) -> int:
+    """An option's type: a count."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+    return int(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("what", nargs="?", choices=[*PARTS, "check", "report"], help="default: the first three")
+    peers = tuple(compare.PEERS)
+    made.add_argument("--peers", type=names_of(peers), default=",".join(peers), help=f"of {','.join(peers)}")
+    made.add_argument("--kinds", type=names_of(COMPARED), default=",".join(COMPARED), help="payloads, by name")
+    made.add_argument("--repeats", type=at_least_one, default=5, help="of each payload (default: 5)")
+    made.add_argument("--scale", type=float, default=1.0, help="fraction of the full number of rows")
+    made.add_argument("--out", type=Path, default=Path("benchmarks/results.json"), help="what results are added to")
+    return made
+
+
+def measure(part: str, given: argparse.Namespace) -> Results:
+    """The figures of one part."""
+    found = Results(machine=this_machine())
+    if part == "compare":
+        found.compared, found.low_load_ms = compare.measure(given.peers, given.kinds, given.repeats, given.scale)
+    elif part == "scaling":
+        found.instances, found.crowd, found.growth = instances(given.scale), crowd(), growth(given.scale)
+    else:
+        found.makespan = makespan()
     return found
 
 
-def rate(measurements: list[dict[str, Any]]) -> float:
-    return statistics.median(measurement["rows_per_s"] for measurement in measurements)
+def publish(results: Results, out: Path) -> None:
+    """The page, the picture and the terminal."""
+    picture = out.with_suffix(".png")
+    plot.draw(results, picture)
+    report.write(results, out.with_name("report.md"), picture)
+    report.show(results, Console())
 
 
-def table(found: Found) -> str:
-    """The figures as Markdown: rows per second as a multiple of Ray's with its range, milliseconds to the first row."""
-    lines: list[str] = []
-    names = list(next(iter(found.values())))
-    lines.append(f"| rows of | {' | '.join(names)} | first row, ms ({' / '.join(names)}) |")
-    lines.append("|---" * (len(names) + 2) + "|")
-    for kind, by_name in found.items():
-        if kind == "low load":
-            continue
-        base = rate(by_name["ray"]) if "ray" in by_name else 1.0
-        cells = [_cell(by_name[name], base, name) for name in names]
-        firsts = " / ".join(f"{statistics.median(m['first_row_ms'] for m in by_name[name]):.0f}" for name in names)
-        lines.append(f"| {kind} | " + " | ".join(cells) + f" | {firsts} |")
-    for name, measurements in found.get("low load", {}).items():
-        overheads = sorted(measurements[0]["overhead_ms"])
-        p50, p99 = overheads[len(overheads) // 2], overheads[int(len(overheads) * 0.99)]
-        lines.append(
-            f"\n{name}: at 200 rows/s a row is handed out {p50:.2f} ms (p50), {p99:.2f} ms (p99) after it is done."
-        )
-    return "\n".join(lines)
+def run(given: argparse.Namespace) -> bool:
+    """Do what was asked for; whether all is well."""
+    if given.what == "check":
+        return check()
+    # Before minutes of measuring, not after.
+    results = load(given.out)
+    plot.require()
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    for part in () if given.what == "report" else (given.what,) if given.what else PARTS:
+        print(f"measuring: {part}", flush=True)
+        results = save(given.out, measure(part, given))
+    if results is None:
+        raise BenchmarkError(f"there are no results in {given.out} yet; run `python -m benchmarks` first")
+    publish(results, given.out)
+    return True
 
 
-def _cell(measurements: list[dict[str, Any]], base: float, name: str) -> str:
-    rates = [measurement["rows_per_s"] for measurement in measurements]
-    if name == "ray":
-        return f"{rate(measurements):,.0f} rows/s"
-    return f"{rate(measurements) / base:.1f} × ({min(rates) / base:.1f} to {max(rates) / base:.1f})"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--peers", default="ray,bare,unix,tcp,aof", help="who takes part")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="payloads, by name")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=1.0, help="fraction of the full number of rows")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results.json"))
-    given = parser.parse_args()
-    found = measure(given.peers.split(","), given.kinds.split(","), given.repeats, given.scale)
-    given.out.write_text(json.dumps(found, indent=1))
-    print(table(found))
+def main() -> int:
+    given = parser().parse_args()
+    try:
+        return 0 if run(given) else 1
+    except BenchmarkError as error:
+        reason = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        reason = f"{type(error).__name__}, as above"
+    print(f"benchmarks: {given.what or 'all'} failed: {reason}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

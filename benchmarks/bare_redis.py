@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-import shutil
 import subprocess
 import sys
-import time
 from typing import Any, cast
 
 import numpy as np
-from rolloutbus.broker.embedded import EmbeddedBroker
 
-from benchmarks.contest import Measurement, Meter, Order, serve
-from benchmarks.payloads import group_size, make_rows
+from benchmarks.contest import Measurement, Order, Progress, Rows, serve
+from benchmarks.payloads import group_size
+from benchmarks.stage import server
 
 # Neither is fully typed.
 msgpack: Any = importlib.import_module("msgpack")
@@ -27,7 +25,7 @@ def unpack_array(code: int, data: bytes) -> Any:
     return cast("Any", np).frombuffer(raw, dtype=kind.decode())
 
 
-async def publish(connection: Any, rows: list[dict[str, Any]], size: int) -> None:
+async def publish(connection: Any, rows: Rows, size: int) -> None:
     pipe = connection.pipeline(transaction=False)
     for first in range(0, len(rows), size):
         shard = rows[first]["agent_ref"]["name"]
@@ -37,25 +35,23 @@ async def publish(connection: Any, rows: list[dict[str, Any]], size: int) -> Non
     await pipe.execute()
 
 
-async def run_batch(connection: Any, reader: Any, cursors: dict[str, str], order: Order) -> tuple[float, float]:
-    rows = make_rows(order.kind, order.rows, order.shards)
-    started, first, seen = time.perf_counter(), 0.0, 0
+async def run_batch(connection: Any, reader: Any, cursors: dict[str, str], order: Order, rows: Rows) -> Measurement:
+    progress = Progress()
     publishing = asyncio.create_task(publish(connection, rows, group_size(order.kind)))
     count = 512 if order.kind == "1.5 KB" else 16
-    while seen < order.rows:
+    while progress.rows < order.rows:
         reply: Any = await reader.xread(cursors, count=count, block=1000)
         found: list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]] = reply or []
         for name, entries in found:
             for entry, fields in entries:
                 msgpack.unpackb(fields[b"payload"], ext_hook=unpack_array)
-                first = first or time.perf_counter() - started
-                seen += 1
+                progress.add()
                 cursors[name.decode()] = entry.decode()
     await publishing
-    elapsed = time.perf_counter() - started
+    measurement = progress.measured(order.rows)
     for name in cursors:
         await connection.xtrim(name, maxlen=0)
-    return seen / elapsed, first * 1000
+    return measurement
 
 
 def start_worker(url: str, shard: str) -> subprocess.Popen[bytes]:
@@ -63,7 +59,7 @@ def start_worker(url: str, shard: str) -> subprocess.Popen[bytes]:
 
 
 async def main() -> None:
-    with EmbeddedBroker(binary=shutil.which("redis-server")) as broker:
+    with server() as broker:
         connection, reader = redis.Redis.from_url(broker.url), redis.Redis.from_url(broker.url)
         for at in range(2):
             await connection.xgroup_create(f"groups:route{at}", "g", id="0", mkstream=True)
@@ -71,12 +67,10 @@ async def main() -> None:
         cursors = {f"results:route{at}": "0-0" for at in range(2)}
         roles = {"broker": [broker.pid or 0], "workers": [worker.pid for worker in workers], "trainer": [os.getpid()]}
 
-        async def run(order: Order) -> Measurement:
-            meter = Meter(roles)
-            rate, first = await run_batch(connection, reader, cursors, order)
-            return Measurement(rate, first, meter.cpu(), meter.memory())
+        async def run(order: Order, rows: Rows) -> Measurement:
+            return await run_batch(connection, reader, cursors, order, rows)
 
-        await serve(run)
+        await serve(run, roles)
         await connection.set("stop", 1)
         for worker in workers:
             worker.wait()

@@ -1,12 +1,15 @@
 """A worker process of the benchmark: the product's own worker loop around an environment that does nothing.
 
-Run as `python -m benchmarks.noop_worker URL RUN SHARD LABEL SLOTS`; ends on SIGTERM.
+Run as `python -m benchmarks.noop_worker URL RUN SHARD LABEL SLOTS`; ends on SIGTERM, and with whoever holds the other
+end of its standard input, if that is a pipe.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import stat
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -44,7 +47,16 @@ class NoopEnvironment:
 async def main(url: str, run: str, shard: str, label: str, slots: int) -> None:
     settings = WorkerSettings(slots=slots, drain_timeout_s=0)
     worker = ShardWorker(BrokerSettings(url=url), run, shard, label, NoopEnvironment(), settings)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, worker.stop)
+
+    def leave() -> None:
+        loop.remove_reader(sys.stdin)
+        worker.stop()
+
+    if stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
+        # Nothing is ever written to it, so it is readable only at its end.
+        loop.add_reader(sys.stdin, leave)
     await worker.run()
 
 

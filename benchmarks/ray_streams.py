@@ -1,4 +1,7 @@
-"""The peer: one Ray actor per shard with a streaming generator, merged in the driver. Nothing of rolloutbus."""
+"""The peer: one Ray actor per shard with a streaming generator, merged in the driver. Nothing of rolloutbus.
+
+What stands in the broker's place, for CPU time and memory, are Ray's raylet and its global control store.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import psutil
 import ray
 
-from benchmarks.contest import Measurement, Meter, Order, pace, serve
-from benchmarks.payloads import make_result, make_rows
+from benchmarks.contest import Measurement, Order, Progress, Rows, pace, serve
+from benchmarks.payloads import make_result
+
+RAYS_OWN = ("raylet", "gcs_server")
 
 
 @ray.remote(num_cpus=0.1)
@@ -45,7 +51,7 @@ async def _next(stream: Any) -> Any:
     return await anext(stream)
 
 
-def open_streams(actors: list[Any], rows: list[dict[str, Any]]) -> list[Any]:
+def open_streams(actors: list[Any], rows: Rows) -> list[Any]:
     buckets: list[list[dict[str, Any]]] = [[] for _ in actors]
     for row in rows:
         buckets[int(row["agent_ref"]["name"].removeprefix("route")) % len(actors)].append(row)
@@ -56,45 +62,41 @@ def open_streams(actors: list[Any], rows: list[dict[str, Any]]) -> list[Any]:
     ]
 
 
-async def run_batch(actors: list[Any], order: Order) -> tuple[float, float]:
-    rows = make_rows(order.kind, order.rows, order.shards)
-    started, first, count = time.perf_counter(), 0.0, 0
+async def run_batch(actors: list[Any], order: Order, rows: Rows) -> Measurement:
+    """One batch; its rows come one by one, there are no groups here."""
+    progress = Progress()
     async for _ in merged(open_streams(actors, rows)):
-        first = first or time.perf_counter() - started
-        count += 1
-    assert count == order.rows
-    return count / (time.perf_counter() - started), first * 1000
+        progress.add()
+    return progress.measured(order.rows)
 
 
-async def run_paced(actors: list[Any], order: Order) -> list[float]:
+async def run_paced(actors: list[Any], order: Order, rows: Rows) -> Measurement:
     overheads: list[float] = []
     started = time.perf_counter()
 
-    async def one() -> None:
-        async for _, result in merged(open_streams(actors, make_rows(order.kind, 1, 1))):
+    async def one(index: int) -> None:
+        async for _, result in merged(open_streams(actors, [rows[index]])):
             overheads.append((time.time() - result["done"]) * 1000)
 
-    tasks: list[asyncio.Task[None]] = []
-    for index in range(order.rows):
-        await asyncio.sleep(pace(started, index, order.rate))
-        tasks.append(asyncio.create_task(one()))
-    await asyncio.gather(*tasks)
-    return overheads
+    async with asyncio.TaskGroup() as tasks:
+        for index in range(order.rows):
+            await asyncio.sleep(pace(started, index, order.rate))
+            tasks.create_task(one(index))
+    return Measurement(order.rate, overhead_ms=overheads)
+
+
+def rays_own() -> list[int]:
+    return [child.pid for child in psutil.Process().children(recursive=True) if child.name() in RAYS_OWN]
 
 
 async def main() -> None:
     actors: list[Any] = [Environment.remote() for _ in range(2)]  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
     workers: list[int] = [await actor.pid.remote() for actor in actors]
-    roles = {"workers": workers, "trainer": [os.getpid()]}
 
-    async def run(order: Order) -> Measurement:
-        meter = Meter(roles)
-        if order.rate:
-            return Measurement(order.rate, 0.0, meter.cpu(), meter.memory(), await run_paced(actors, order))
-        rate, first = await run_batch(actors, order)
-        return Measurement(rate, first, meter.cpu(), meter.memory())
+    async def run(order: Order, rows: Rows) -> Measurement:
+        return await (run_paced if order.rate else run_batch)(actors, order, rows)
 
-    await serve(run)
+    await serve(run, {"broker": rays_own(), "workers": workers, "trainer": [os.getpid()]})
 
 
 if __name__ == "__main__":
