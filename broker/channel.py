@@ -22,6 +22,7 @@ from redis.backoff import ExponentialWithJitterBackoff
 
 from .errors import BrokerError, BrokerTimeoutError, BrokerUnavailableError, ClosedError
 from .handshake import NOT_READY, Hello, greet, open_transport, translate
+from .replies import NOTHING, LargeReplies, ReplyError, SmallReplies
 from .settings import BrokerSettings, redacted
 from .sockets import HIGH_WATER, SocketTransport
 
@@ -30,11 +31,6 @@ log = logging.getLogger("rolloutbus.broker")
 Buffer = bytes | memoryview
 # Below this size one copy is cheaper than another buffer in the write.
 JOIN_BELOW = 16_384
-_NOTHING = object()
-
-
-class ReplyError(Exception):
-    """An error reply, as it stands in a list of replies; never raised out of this package as it is."""
 
 
 class Payload(NamedTuple):
@@ -101,16 +97,16 @@ class _Request:
     replies: list[Any] = field(default_factory=list[Any])
 
 
-class Channel(asyncio.Protocol):
+class Channel(asyncio.BufferedProtocol):
     """A connection after its handshake. `pipeline` may be called again before earlier replies are there."""
 
     def __init__(self, timeout_s: float) -> None:
         self.hello = Hello()
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
-        self._reader = hiredis.Reader(protocolError=ReplyError, replyError=ReplyError, notEnoughData=_NOTHING)
-        # By default the parser gives its buffer back after each large reply, and pays for new pages with the next one.
-        self._reader.setmaxbuf(0)
+        self._small = SmallReplies()
+        self._large: LargeReplies | None = None
+        self._replies: SmallReplies | LargeReplies = self._small
         self._pending: deque[_Request] = deque()
         self._outgoing: list[Buffer] = []
         self._transport: SocketTransport | asyncio.Transport | None = None
@@ -160,12 +156,17 @@ class Channel(asyncio.Protocol):
             await self._writable.wait()
         return await self.send(commands)
 
-    def send(self, commands: Sequence[Command]) -> asyncio.Future[list[Any]]:
-        """Write now, whatever the buffer holds; the future gives one reply per command."""
+    def send(self, commands: Sequence[Command], *, large: bool = False) -> asyncio.Future[list[Any]]:
+        """Write now, whatever the buffer holds; the future gives one reply per command.
+
+        `large` says that a reply of large strings is awaited, and nothing else is: those come as `memoryview`.
+        """
         if self._broken is not None or self._transport is None:
             raise self._broken or ClosedError("this connection to the broker is not open; connect first")
         # Packed at once, so that what cannot be sent is its sender's error and disturbs nobody else's replies.
         packed = pack(commands)
+        if not self._pending:
+            self._choose_parser(large)
         future: asyncio.Future[list[Any]] = self._loop.create_future()
         self._pending.append(_Request(len(commands), future, self._loop.time() + self._timeout_s))
         if self._watch is None:
@@ -176,6 +177,12 @@ class Channel(asyncio.Protocol):
             self._loop.call_soon(self._flush)
         self._outgoing.extend(packed)
         return future
+
+    def _choose_parser(self, large: bool) -> None:
+        # Only where no reply is out, so that none is half read.
+        if large:
+            self._large = self._large or LargeReplies()
+        self._replies = self._large if large and self._large else self._small
 
     def _flush(self) -> None:
         buffers, self._outgoing = self._outgoing, []
@@ -202,10 +209,13 @@ class Channel(asyncio.Protocol):
         """The way without TLS: `transport` writes buffers as they are."""
         self._transport = transport
 
-    def data_received(self, data: bytes | memoryview) -> None:
-        self._reader.feed(data)  # pyright: ignore[reportArgumentType]
+    def get_buffer(self, sizehint: int = -1) -> memoryview:
+        return self._replies.space()
+
+    def buffer_updated(self, nbytes: int) -> None:
         try:
-            while (reply := self._reader.gets()) is not _NOTHING:
+            self._replies.received(nbytes)
+            while (reply := self._replies.next()) is not NOTHING:
                 self._resolve(reply)
         except ReplyError as error:
             self._fail(

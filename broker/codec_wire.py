@@ -62,7 +62,7 @@ HEAD = struct.Struct(">BBI")
 _TAIL_HEAD = struct.Struct(">BI")
 ExtType = msgpack.ExtType
 _unpackb = cast("Callable[..., Any]", msgpack.unpackb)
-_quick_packb = ormsgpack.packb
+_quick_packb, _quick_unpackb = ormsgpack.packb, ormsgpack.unpackb
 # Whatever is not exactly a plain type goes to `default`, as with msgpack's strict types.
 _PLAIN_ONLY = (
     ormsgpack.OPT_PASSTHROUGH_BIG_INT
@@ -91,10 +91,12 @@ by_name: dict[str, Registration] = {}
 class Encoder:
     """Packs values and collects the large leaves that stand in the tail; used by one thread at a time."""
 
-    __slots__ = ("_depth", "_packer", "saw_registered", "saw_tuple", "size", "views")
+    __slots__ = ("_depth", "_extension", "_packer", "saw_registered", "saw_tuple", "size", "views")
 
     def __init__(self) -> None:
         self._packer = _packer(default=self._extend, strict_types=True)
+        # Each of the two packers knows only its own.
+        self._extension: Callable[[int, bytes], Any] = ExtType
         self._depth = 0
         self.saw_tuple = False
         self.saw_registered = False
@@ -113,11 +115,13 @@ class Encoder:
         """
         mark = self.mark()
         self.saw_tuple = self.saw_registered = False
+        self._extension = ormsgpack.Ext
         try:
-            return _quick_packb(value, self._extend_quickly, _PLAIN_ONLY)
+            return _quick_packb(value, self._extend, _PLAIN_ONLY)
         except TypeError:
             self.back_to(mark)
         self.saw_tuple = self.saw_registered = False
+        self._extension = ExtType
         doc: bytes = self._packer.pack(value)
         if self.saw_tuple:
             _refuse_list_keys(doc)
@@ -142,10 +146,6 @@ class Encoder:
         self.size = offset + size
         return offset
 
-    def _extend_quickly(self, value: Any) -> Any:
-        extended = value if type(value) is ExtType else self._extend(value)
-        return ormsgpack.Ext(extended.code, extended.data) if type(extended) is ExtType else extended
-
     def _extend(self, value: Any) -> Any:
         cls = class_of(value)
         handler = _handlers.get(cls) or _find_handler(cls)
@@ -158,6 +158,10 @@ class Encoder:
         self.saw_tuple = True
         return list(value)
 
+    def pack_extension(self, value: Any) -> Any:
+        """An extension that is one already."""
+        return self._extension(value.code, value.data)
+
     def pack_array(self, array: Any) -> Any:
         """A numpy array as an extension."""
         token = dtype_token(array.dtype)
@@ -165,7 +169,7 @@ class Encoder:
 
     def pack_scalar(self, scalar: Any) -> Any:
         """A numpy scalar as an extension."""
-        return ExtType(SCALAR, _quick_packb(scalar_parts(scalar)))
+        return self._extension(SCALAR, _quick_packb(scalar_parts(scalar)))
 
     def pack_tensor(self, tensor: Any) -> Any:
         """A torch tensor as an extension."""
@@ -175,8 +179,8 @@ class Encoder:
 
     def _region(self, code: int, token: str, shape: tuple[int, ...], raw: memoryview, size: int) -> Any:
         if size < INLINE_BELOW:
-            return ExtType(code, _quick_packb((token, shape, raw)))
-        return ExtType(code, _quick_packb((token, shape, self.append(raw, size), size)))
+            return self._extension(code, _quick_packb((token, shape, raw)))
+        return self._extension(code, _quick_packb((token, shape, self.append(raw, size), size)))
 
     def pack_registered(self, value: Any) -> Any:
         """A registered type as an extension."""
@@ -201,7 +205,7 @@ class Encoder:
         inner._depth = 0
         inner.reset_tail()
         give_back(inner)
-        return ExtType(REGISTERED, doc)
+        return self._extension(REGISTERED, doc)
 
 
 _Handler = Callable[[Encoder, Any], Any]
@@ -210,7 +214,7 @@ _BY_KIND: dict[str, _Handler] = {
     "scalar": Encoder.pack_scalar,
     "tensor": Encoder.pack_tensor,
 }
-_handlers: dict[type, _Handler] = {tuple: Encoder.pack_tuple}
+_handlers: dict[type, _Handler] = {tuple: Encoder.pack_tuple, ExtType: Encoder.pack_extension}
 _idle: list[Encoder] = []
 
 
@@ -385,17 +389,18 @@ class Decoder:
         return make_array(token, shape, raw, writable=self._writable)
 
     def _region(self, code: int, data: bytes) -> tuple[str, tuple[int, ...], memoryview | bytes]:
-        fields = _unpackb(data, use_list=False)
-        if not isinstance(fields, tuple) or len(cast("tuple[Any, ...]", fields)) not in (3, 4):
+        fields: Any = _quick_unpackb(data)
+        if class_of(fields) is not list or not 3 <= len(fields) <= 4:
             raise DecodeError("payload holds an array whose description is malformed")
-        token, shape, *place = cast("tuple[Any, ...]", fields)
-        if not isinstance(token, str) or not _is_shape(shape):
+        token, shape = fields[0], fields[1]
+        if class_of(token) is not str or class_of(shape) is not list or not _is_shape(shape):
             raise DecodeError("payload holds an array whose dtype or shape is malformed")
-        raw: object = place[0] if len(place) == 1 else self._slice(*place)
+        shape = tuple(shape)
+        raw: Any = fields[2] if len(fields) == 3 else self._slice(fields[2], fields[3])
         size = byte_size(token, shape, of_tensor=code == TENSOR)
-        if type(raw) not in (bytes, memoryview) or len(cast("Buffer", raw)) != size:
+        if class_of(raw) not in (bytes, memoryview) or len(raw) != size:
             raise DecodeError(f"payload holds an array of shape {shape!r:.200} and {token} whose bytes do not match")
-        return token, shape, cast("Buffer", raw)
+        return token, shape, raw
 
     def _slice(self, offset: Any, size: Any) -> memoryview:
         if type(offset) is not int or type(size) is not int or offset < 0 or size < 0:
@@ -437,7 +442,7 @@ def open_payload(payload: Payload) -> tuple[memoryview, int]:
     """A read-only view of the payload and where its doc ends; checks the layout."""
     try:
         view = memoryview(payload)
-        if type(payload) is not bytes:
+        if not view.readonly or view.format != "B" or view.ndim != 1:
             view = view.toreadonly().cast("B")
         marker, doc_marker, length = HEAD.unpack_from(view)
         doc_end = HEAD.size + length
@@ -455,10 +460,7 @@ def _malformed(error: BaseException) -> DecodeError:
     return DecodeError(f"payload is malformed, cut or altered: {str(error) or type(error).__name__}")
 
 
-def _is_shape(value: object) -> bool:
-    if not isinstance(value, tuple):
-        return False
-    shape = cast("tuple[Any, ...]", value)
+def _is_shape(shape: list[Any]) -> bool:
     return len(shape) <= _MAX_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
 
 

@@ -170,7 +170,7 @@ def frame(payloads: Sequence[Payload]) -> Payload:
 
 def unframe(payload: bytes) -> list[memoryview]:
     """The row payloads of an entry, as views; raises `ForeignEntryError` where the framing is broken."""
-    view, out, offset = memoryview(payload), list[memoryview](), 5
+    view, out, offset = memoryview(payload).toreadonly(), list[memoryview](), 5
     if len(payload) < offset or payload[0] != 0xDD:
         raise ForeignEntryError("a results payload does not begin as one")
     for _ in range(int.from_bytes(view[1:5], "big") // 2):

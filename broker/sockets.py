@@ -17,15 +17,15 @@ from typing import Protocol
 # The kernel takes up to 1024 (IOV_MAX on Linux and macOS), but no more bytes than the socket's buffer holds, and each
 # buffer that it did not take was prepared in vain.
 _BUFFERS_PER_CALL = 32
-_READ_BYTES = 1 << 20
 _SOCKET_BUFFER = 1 << 20
 HIGH_WATER = 4 << 20
 
 
 class Receiver(Protocol):
-    """What a connection tells: the part of `asyncio.Protocol` that is used here."""
+    """What a connection tells: the part of `asyncio.BufferedProtocol` that is used here."""
 
-    def data_received(self, data: bytes | memoryview) -> None: ...
+    def get_buffer(self, sizehint: int = -1) -> memoryview: ...
+    def buffer_updated(self, nbytes: int) -> None: ...
     def connection_lost(self, exc: Exception | None) -> None: ...
     def pause_writing(self) -> None: ...
     def resume_writing(self) -> None: ...
@@ -42,7 +42,6 @@ class SocketTransport:
         self._queued = 0
         self._paused = False
         self._closed = False
-        self._space = memoryview(bytearray(_READ_BYTES))
         self._loop.add_reader(sock.fileno(), self._read)
 
     def writelines(self, buffers: Sequence[bytes | memoryview]) -> None:
@@ -94,14 +93,14 @@ class SocketTransport:
 
     def _read(self) -> None:
         try:
-            count = self._socket.recv_into(self._space)
+            count = self._socket.recv_into(self._receiver.get_buffer())
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
             self._close(error)
             return
         if count:
-            self._receiver.data_received(self._space[:count])
+            self._receiver.buffer_updated(count)
         else:
             self._close(None)
 

@@ -38,9 +38,9 @@ ORPHAN_GRACE_S: Final = 1.0
 # A server whose supervisor was killed dies a moment after it and holds the folder's lock until then.
 LOCK_PATIENCE_S: Final = 2.0
 PR_SET_PDEATHSIG: Final = 1
-# An allocator that hands large freed blocks back at once takes them again page by page with the next large rows: a third
-# of the rate at 1 MB rows (measured). So jemalloc (as distributions build it, and as Redis brings it along) may give
-# pages back only lazily, and glibc keeps some. What is set already is left as it is.
+# An allocator that hands large freed blocks back at once takes them again page by page with the next large rows, which
+# costs a third of the rate at 1 MB rows (measured). So jemalloc (as distributions build it, and as Redis brings it)
+# may give pages back only lazily, and glibc keeps some. What is set already is left as it is.
 ALLOCATOR: Final = {
     "MALLOC_CONF": "muzzy_decay_ms:-1",
     "JE_MALLOC_CONF": "muzzy_decay_ms:-1",

@@ -74,6 +74,16 @@ class PromptGroupAccumulator:
             return None
         return [results[index] for index in sorted(self._end(group))]
 
+    def add_group(self, group: int, results: list[Any]) -> bool:
+        """Add all results of a group that nothing has come of yet, in input order; False, and nothing is added, where
+        they must be looked at one by one.
+        """
+        untouched = not self._ended[group] and group not in self._results and len(results) == self._size
+        if not untouched or any(result is None for result in results):
+            return False
+        self._end(group)
+        return True
+
     def give_up(self, group: int) -> None:
         """The group failed: its rows will not come, and what came of it is dropped."""
         if not self._ended[group]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from redis.backoff import ExponentialWithJitterBackoff
@@ -29,6 +29,8 @@ log = logging.getLogger("rolloutbus.collector")
 # About this much per read: larger reads halve the rate (measured), smaller ones cost round trips.
 READ_BYTES = 1 << 20
 MAX_COUNT = 512
+# From here on an entry is worth being received into memory of its own.
+LARGE_ENTRIES = 32 * 1024
 MAX_ENTRIES_HANDED = 1000
 
 
@@ -137,33 +139,34 @@ class Collector:
     async def _read(self) -> list[tuple[str, Any]]:
         """The next entries of all streams, (shard, raw entry), oldest first."""
         channel = await self._connected()
-        streams = list(self._cursors)
+        began = dict(self._cursors)
         self._reads += 1
         self._reading = True
         try:
-            reply = (await channel.send([self._read_command(streams)]))[0]
+            reply = (await channel.send([self._read_command(began)], large=self._entry_bytes >= LARGE_ENTRIES))[0]
         finally:
             self._reading = False
         if isinstance(reply, ReplyError):
             if str(reply).startswith("UNBLOCKED"):
                 return []
             raise translate(reply, "the broker")
-        return self._ordered(reply or [])
+        return self._ordered(reply or [], began)
 
-    def _read_command(self, streams: Sequence[str]) -> Command:
+    def _read_command(self, cursors: Mapping[str, str]) -> Command:
         count = max(1, min(MAX_COUNT, int(READ_BYTES / self._entry_bytes)))
-        names = [self._keys.results(self._transitions.client, shard) for shard in streams]
-        cursors = [self._cursors[shard] for shard in streams]
-        return ("XREAD", "COUNT", count, "BLOCK", int(self._settings.block_s * 1000), "STREAMS", *names, *cursors)
+        names = [self._keys.results(self._transitions.client, shard) for shard in cursors]
+        block_ms = int(self._settings.block_s * 1000)
+        return ("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", *names, *cursors.values())
 
-    def _ordered(self, reply: Sequence[Any]) -> list[tuple[str, Any]]:
+    def _ordered(self, reply: Sequence[Any], began: Mapping[str, str]) -> list[tuple[str, Any]]:
         entries: list[tuple[str, Any]] = []
         prefix = len(self._keys.results(self._transitions.client, ""))
         for name, found in reply:
             shard = name.decode()[prefix:]
             entries.extend((shard, raw) for raw in found)
-            # A transaction that deleted what it had added wakes the read with no entry at all.
-            if found and shard in self._cursors:
+            # A transaction that deleted what it had added wakes the read with no entry at all. A stream that is to be
+            # read from its start again since this read went out does not go on from here.
+            if found and self._cursors.get(shard) == began[shard]:
                 self._cursors[shard] = found[-1][0].decode()
         if len(reply) > 1:
             entries.sort(key=lambda item: _order(item[1][0]))

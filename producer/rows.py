@@ -46,9 +46,17 @@ def check_rows(rows: Sequence[Any], num_generations: int) -> None:
             f"{len(rows)} rows are no multiple of num_generations={num_generations}; each prompt needs all its "
             f"generations, the last group has {len(rows) % num_generations}"
         )
+    for index, row in enumerate(rows):
+        # Nothing is published, and no row waits for its result, before all of them are checked: the call costs.
+        if type(row) is not dict or type(row.get("responses_create_params")) is not dict:  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+            _check_row(index, row)
+    if len(set(map(id, rows))) < len(rows):
+        _refuse_twins(rows)
+
+
+def _refuse_twins(rows: Sequence[Any]) -> None:
     seen: dict[int, int] = {}
     for index, row in enumerate(rows):
-        _check_row(index, row)
         if (first := seen.setdefault(id(row), index)) != index:
             raise RowError(
                 f"rows {first} and {index} are one and the same dict, and each row is stamped with its own index; "
@@ -80,16 +88,11 @@ def plan_groups(rows: Sequence[Row], route_map: Mapping[str, str], num_generatio
 
 
 def _common_route(rows: Sequence[Row], first: int) -> str:
+    refs, sources = [row.get("agent_ref") for row in rows], [row.get("task_source") for row in rows]
+    if refs.count(refs[0]) == len(refs) and sources.count(sources[0]) == len(sources):
+        rows = rows[:1]
     routes: list[str] = []
-    before: Row = {}
     for at, row in enumerate(rows):
-        if (
-            routes
-            and row.get("agent_ref") == before.get("agent_ref")
-            and row.get("task_source") == before.get("task_source")
-        ):
-            continue
-        before = row
         try:
             routes.append(route_of(row))
         except RouteError as error:
@@ -98,7 +101,7 @@ def _common_route(rows: Sequence[Row], first: int) -> str:
         raise RouteError(
             f"the group that begins at row {first} mixes routes: {', '.join(sorted(set(routes)))}; all rows of a "
             "prompt group must go to the same route, because its verifier may compare them. Give the "
-            f"{len(rows)} rows of each prompt side by side"
+            f"{len(refs)} rows of each prompt side by side"
         )
     return routes[0]
 

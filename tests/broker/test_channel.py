@@ -107,7 +107,9 @@ async def test_what_is_sent_within_one_tick_is_one_write_and_large_buffers_are_n
     (written,) = recorder.writes
     assert [item for item in written if isinstance(item, memoryview)] == views
     assert all(any(item is view for item in written) for view in views)
-    channel.data_received(b"$1\r\na\r\n$1\r\nb\r\n$1\r\nc\r\n")
+    wire = b"$1\r\na\r\n$1\r\nb\r\n$1\r\nc\r\n"
+    channel.get_buffer()[: len(wire)] = wire
+    channel.buffer_updated(len(wire))
     assert [await reply for reply in replies] == [[b"a"], [b"b"], [b"c"]]
     channel.abort()
 

@@ -127,3 +127,20 @@ def test_many_missing_rows_are_all_known_and_some_shown() -> None:
     with pytest.raises(MissingRowsError, match=r"50 rows have no result: 0, 1, .*, …") as caught:
         PromptGroupAccumulator(rows(50), 5).finish()
     assert len(caught.value.row_indices) == 50
+
+
+def test_a_group_that_comes_whole_is_taken_whole_and_once() -> None:
+    accumulator = PromptGroupAccumulator(rows(6), 3)
+    assert accumulator.add_group(1, ["d", "e", "f"])
+    assert accumulator.has_ended(1)
+    assert not accumulator.add_group(1, ["d", "e", "f"])
+    assert accumulator.missing() == [0, 1, 2]
+
+
+def test_a_group_that_is_begun_short_or_holds_none_is_not_taken_whole() -> None:
+    accumulator = PromptGroupAccumulator(rows(9), 3)
+    accumulator.add(0, "a")
+    assert not accumulator.add_group(0, ["a", "b", "c"])
+    assert not accumulator.add_group(1, ["d", "e"])
+    assert not accumulator.add_group(2, ["g", None, "i"])
+    assert accumulator.missing() == [1, 2, 3, 4, 5, 6, 7, 8]

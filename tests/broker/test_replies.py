@@ -1,0 +1,88 @@
+"""Replies as they come off a connection, in whatever pieces: the reader of large strings says what hiredis says."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rolloutbus.broker.replies import LARGE, NOTHING, LargeReplies, ReplyError, SmallReplies
+
+Reader = SmallReplies | LargeReplies
+
+
+def read(reader: Reader, wire: bytes, pieces: list[int]) -> list[Any]:
+    """All replies in `wire`, received in `pieces` of so many bytes, over and over."""
+    found: list[Any] = []
+    at, turn = 0, 0
+    while at < len(wire):
+        space = reader.space()
+        count = min(pieces[turn % len(pieces)], len(space), len(wire) - at)
+        space[:count] = wire[at : at + count]
+        at, turn = at + count, turn + 1
+        reader.received(count)
+        while (reply := reader.next()) is not NOTHING:
+            found.append(reply)
+    return found
+
+
+def plain(reply: Any) -> Any:
+    if isinstance(reply, list):
+        return [plain(item) for item in cast("list[Any]", reply)]
+    if isinstance(reply, ReplyError):
+        return f"error {reply}"
+    return cast("memoryview", reply).tobytes() if isinstance(reply, memoryview) else reply
+
+
+def bulk(body: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(body), body)
+
+
+def array(items: list[bytes]) -> bytes:
+    return b"*%d\r\n%b" % (len(items), b"".join(items))
+
+
+LEAVES = st.one_of(
+    st.binary(max_size=40).map(bulk),
+    st.integers(0, 3 * LARGE).map(lambda size: bulk(b"\r\n$*" * (size // 4))),
+    st.integers(-5, 2**40).map(lambda number: b":%d\r\n" % number),
+    st.sampled_from([b"$-1\r\n", b"*-1\r\n", b"*0\r\n", b"$0\r\n\r\n", b"+OK\r\n", b"-ERR no\r\n"]),
+)
+REPLIES = st.lists(
+    st.recursive(LEAVES, lambda inner: st.lists(inner, min_size=1, max_size=4).map(array), max_leaves=12)
+)
+
+
+@given(REPLIES, st.lists(st.integers(1, LARGE), min_size=1, max_size=5))
+def test_replies_are_the_same_by_either_reader_in_whatever_pieces(replies: list[bytes], pieces: list[int]) -> None:
+    wire = b"".join(replies)
+    small = plain(read(SmallReplies(), wire, [1 << 20]))
+    assert plain(read(LargeReplies(), wire, pieces)) == small
+    assert len(small) == len(replies)
+
+
+def test_a_large_string_is_received_where_it_stays() -> None:
+    """Once its length is known the socket writes into the string's own memory; nothing else is asked for before."""
+    reader, size = LargeReplies(), 4 * LARGE
+    head = b"*1\r\n$%d\r\n" % size
+    reader.space()[: len(head)] = head
+    reader.received(len(head))
+    assert reader.next() is NOTHING
+    space = reader.space()
+    assert space.nbytes == size + 2
+    space[:] = bytes(size) + b"\r\n"
+    reader.received(size + 2)
+    value: memoryview = reader.next()[0]
+    assert value.obj is space.obj
+    assert value.nbytes == size
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [b"?what\r\n", b"$x\r\n", b"*1x\r\n", b":1.5\r\n", b"x" * (LARGE + 1), b"$99999999999\r\n", b"*1\r\n" * 20],
+    ids=["kind", "length", "count", "number", "endless line", "endless string", "nested"],
+)
+def test_what_is_no_reply_is_an_error(wire: bytes) -> None:
+    with pytest.raises(ReplyError):
+        read(LargeReplies(), wire, [1 << 20])
