@@ -19,6 +19,9 @@ from typing import Protocol
 _BUFFERS_PER_CALL = 32
 _SOCKET_BUFFER = 1 << 20
 HIGH_WATER = 4 << 20
+# A large reply comes in pieces, the server's turns; where the event loop is busy, several are there already.
+_READS_PER_TURN = 8
+_MORE_FROM = 32 * 1024
 
 
 class Receiver(Protocol):
@@ -92,17 +95,20 @@ class SocketTransport:
             self._queue.popleft()
 
     def _read(self) -> None:
-        try:
-            count = self._socket.recv_into(self._receiver.get_buffer())
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            self._close(error)
-            return
-        if count:
+        for _ in range(_READS_PER_TURN):
+            try:
+                count = self._socket.recv_into(self._receiver.get_buffer())
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self._close(error)
+                return
+            if not count:
+                self._close(None)
+                return
             self._receiver.buffer_updated(count)
-        else:
-            self._close(None)
+            if count < _MORE_FROM or self._closed:
+                return
 
     def _close(self, error: Exception | None) -> None:
         if self._closed:

@@ -31,6 +31,9 @@ log = logging.getLogger("rolloutbus.producer")
 WRITE_BYTES = 256 * 1024
 WRITE_GROUPS = 64
 FIRST_WRITE_GROUPS = 2
+# After this many groups were encoded, whoever else wants the event loop has it: the first results are there before the
+# last groups are out.
+ENCODED_AT_ONCE = 4
 # A write that was refused for want of memory is tried again below this share of maxmemory.
 FULL_RATIO = 0.98
 _POLL_S = 0.02
@@ -154,6 +157,8 @@ class Producer:
                 writes.append(encode_group(publication.batch, groups[at], self._settings.max_payload_bytes))
                 size += writes[-1].payload.size
                 at += 1
+                if not at % ENCODED_AT_ONCE:
+                    await asyncio.sleep(0)
             most = min(2 * most, WRITE_GROUPS)
             queued = await self._write(publication, writes)
             if queued > self._settings.max_queued_bytes:

@@ -8,7 +8,8 @@ its acknowledgement and its deletion are one step. What the broker accepted befo
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import heapq
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -50,6 +51,7 @@ class Outgoing:
     timing: Callable[[], str] = str
     # Rows that have not been added yet; the instance's times travel with the last one.
     missing: int = 0
+    age: int = 0
 
     @property
     def ready(self) -> bool:
@@ -97,13 +99,16 @@ class Finisher:
         self._transitions = transitions
         self._waiting: dict[Outgoing, None] = {}
         self._waiting_bytes = 0
-        self._without_room: deque[asyncio.Future[None]] = deque()
+        # By age of their attempts: the oldest group goes on first, so that groups end one after another, not all at
+        # the end.
+        self._without_room: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
         self._wake = asyncio.Event()
 
     def begin(self, attempt: Attempt, *, whole: bool, timing: Callable[[], str], missing: int) -> Outgoing:
         """Announce an attempt; `whole` holds its `missing` rows back until the group is complete."""
         settled = asyncio.get_running_loop().create_future()
-        return Outgoing(attempt, settled, whole, timing=timing, missing=missing)
+        return Outgoing(attempt, settled, whole, timing=timing, missing=missing, age=next(self._numbers))
 
     def add(self, outgoing: Outgoing, position: int, payload: Payload) -> asyncio.Future[None] | None:
         """A row is finished; gives what to wait for before the next one, where too much is on its way already."""
@@ -117,7 +122,7 @@ class Finisher:
         if self._waiting_bytes < WAITING_BYTES or not outgoing.missing:
             return None
         room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._without_room.append(room)
+        heapq.heappush(self._without_room, (outgoing.age, next(self._numbers), room))
         return room
 
     def complete(self, outgoing: Outgoing) -> None:
@@ -139,11 +144,11 @@ class Finisher:
             self._give_room()
 
     def _give_room(self) -> None:
-        """Let those who wait for room go on, in order, one a tick: the row that one of them has ready counts for the
-        next, and one that has none ready holds nobody up.
+        """Let those who wait for room go on, oldest first, one a tick: the row that one of them has ready counts for
+        the next, and one that has none ready holds nobody up.
         """
         if self._without_room and self._waiting_bytes < WAITING_BYTES:
-            waiter = self._without_room.popleft()
+            waiter = heapq.heappop(self._without_room)[-1]
             if not waiter.done():
                 waiter.set_result(None)
             asyncio.get_running_loop().call_soon(self._give_room)

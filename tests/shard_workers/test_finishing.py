@@ -277,3 +277,26 @@ async def test_a_group_that_is_held_back_waits_for_nobody(desk: Desk) -> None:
         assert desk.finisher.add(held, at, payload(WAITING_BYTES)) is None
     desk.finisher.complete(held)
     await settled(held)
+
+
+async def test_the_oldest_group_has_room_first(desk: Desk) -> None:
+    """Rows of many groups in turn would let all of them end at the end."""
+    desk.broker.may_answer.clear()
+    outgoing = [desk.begin(group) for group in range(3)]
+    desk.finisher.add(outgoing[0], 0, payload())
+    await asyncio.wait_for(desk.broker.written.wait(), LIMIT_S)
+    went_on: list[int] = []
+
+    async def wait_for_room(group: int) -> None:
+        room = desk.finisher.add(outgoing[group], 1, payload(WAITING_BYTES))
+        assert room is not None
+        await room
+        went_on.append(group)
+
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
+        for group in (2, 0, 1):
+            tasks.create_task(wait_for_room(group))
+        await asyncio.sleep(0)
+        for one in outgoing:
+            desk.finisher.drop(one)
+    assert went_on == [0, 1, 2]
