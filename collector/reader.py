@@ -26,9 +26,11 @@ from .collection import BatchCollection, Handover
 
 log = logging.getLogger("rolloutbus.collector")
 
-# About this much per read: larger reads halve the rate (measured), smaller ones cost round trips.
-READ_BYTES = 1 << 20
+# About this much per read and stream: much larger reads halve the rate (measured), smaller ones cost round trips.
+READ_BYTES = 1 << 21
 MAX_COUNT = 512
+# After so many bytes were decoded, the trainer's own thread has a chance to take what is there.
+DECODED_AT_ONCE = 128 * 1024
 # From here on an entry is worth being received into memory of its own.
 LARGE_ENTRIES = 32 * 1024
 MAX_ENTRIES_HANDED = 1000
@@ -195,12 +197,15 @@ class Collector:
 
     async def _dispatch(self, entries: Sequence[tuple[str, Any]]) -> None:
         strangers: dict[str, list[tuple[str, str]]] = {}
-        size = 0
+        size, given_way = 0, 0
         for shard, (entry_id, fields) in entries:
             try:
                 entry = parse_result(entry_id, fields)
                 size += len(entry.payload)
                 self._feed(shard, entry, strangers)
+                if size - given_way >= DECODED_AT_ONCE:
+                    given_way = size
+                    await asyncio.sleep(0)
             except ForeignEntryError as error:
                 await self._set_aside(shard, entry_id.decode(), str(error))
         if entries:

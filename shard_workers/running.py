@@ -7,12 +7,15 @@ environment does against its contract becomes an error of this attempt.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from ..broker.errors import EnvironmentContractError
 from .environments.base import Environment, Row
 
+# An environment whose rows are ready one after another would keep the event loop, and its first row, until the last.
+GIVE_WAY_S = 0.001
 OnResult = Callable[[int, Mapping[str, Any]], Awaitable[None] | None]
 
 
@@ -31,6 +34,7 @@ async def run_rows(environment: Environment, rows: Sequence[Row], on_result: OnR
     failed: BaseException | None = None
     try:
         stream = _as_stream(environment.run_rollouts(rows))
+        give_way_at = time.monotonic() + GIVE_WAY_S
         try:
             async for item in stream:
                 position, result = outcomes.check(item)
@@ -38,6 +42,9 @@ async def run_rows(environment: Environment, rows: Sequence[Row], on_result: OnR
                     room = on_result(position, result)
                     if room is not None:
                         await room
+                    elif time.monotonic() > give_way_at:
+                        await asyncio.sleep(0)
+                        give_way_at = time.monotonic() + GIVE_WAY_S
                     continue
                 failed = result if failed is None else failed
                 if not independent:

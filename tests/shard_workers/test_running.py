@@ -5,12 +5,13 @@ attempt.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
 from rolloutbus.broker.errors import EnvironmentContractError
-from rolloutbus.shard_workers.running import EnvironmentCancelledError, run_rows
+from rolloutbus.shard_workers.running import GIVE_WAY_S, EnvironmentCancelledError, run_rows
 
 Row = dict[str, Any]
 Behaviour = Callable[[Sequence[Row]], Any]
@@ -210,3 +211,46 @@ async def test_a_result_that_cannot_be_given_on_ends_the_attempt_with_that_error
 
     with pytest.raises(ValueError, match="cannot encode"):
         await run_rows(Scripted(stream(*ALL)), [{"_rowidx": 6 + at} for at in range(3)], refuse, independent=False)  # pyright: ignore[reportArgumentType]
+
+
+async def test_an_environment_that_never_waits_lets_others_have_the_loop_between_its_rows() -> None:
+    """What sends the first row is a task of the same loop."""
+    seen: list[str] = []
+
+    async def busy(rows: Sequence[Row]) -> AsyncGenerator[Any]:
+        for row in rows:
+            time.sleep(2 * GIVE_WAY_S)  # noqa: ASYNC251 - it is what such an environment does
+            yield row, {}
+
+    async def other() -> None:
+        while True:
+            seen.append("other")
+            await asyncio.sleep(0)
+
+    others = asyncio.create_task(other())
+    rows = [{"_rowidx": at} for at in range(3)]
+    await run_rows(Scripted(busy), rows, lambda at, result: seen.append(f"row {at}"), independent=False)  # pyright: ignore[reportArgumentType]
+    others.cancel()
+    between = [seen[seen.index(f"row {at}") : seen.index(f"row {at + 1}")] for at in range(2)]
+    assert all("other" in span for span in between)
+
+
+async def test_the_next_row_is_asked_for_when_there_is_room_for_it() -> None:
+    room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    asked: list[int] = []
+
+    async def counted(rows: Sequence[Row]) -> AsyncGenerator[Any]:
+        for row in rows:
+            asked.append(row["_rowidx"])
+            yield row, {}
+
+    rows = [{"_rowidx": at} for at in range(3)]
+    running = asyncio.create_task(
+        run_rows(Scripted(counted), rows, lambda at, result: room if at == 0 else None, independent=False)  # pyright: ignore[reportArgumentType]
+    )
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert asked == [0]
+    room.set_result(None)
+    await asyncio.wait_for(running, 10)
+    assert asked == [0, 1, 2]
