@@ -6,6 +6,7 @@ bulk string of LARGE bytes or more gets memory of its own, and the socket writes
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, Final
 
 import hiredis
@@ -17,6 +18,10 @@ _SPACE: Final = 1 << 20
 # The server's own limit for one string is half of it.
 _LARGEST: Final = 1 << 30
 _MOST_NESTED: Final = 16
+POOL_BYTES: Final = 16 << 20
+_GRAIN: Final = 64 * 1024
+# Those looked at first were used longest ago.
+_LOOKED_AT: Final = 8
 
 NOTHING: Final = object()
 
@@ -47,10 +52,50 @@ class SmallReplies:
         return self._reader.gets()
 
 
+class Pool:
+    """Memory for large strings, used again when nobody holds anything of what stood in it.
+
+    New memory costs as much as receiving into it: the system gives it page by page. At most POOL_BYTES are kept.
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[bytearray] = deque()
+        self.kept_bytes = 0
+
+    def take(self, size: int) -> memoryview:
+        """`size` bytes, with whatever stood there before."""
+        rounded = -(-size // _GRAIN) * _GRAIN
+        for _ in range(min(_LOOKED_AT, len(self._kept))):
+            buffer = self._kept.popleft()
+            self._kept.append(buffer)
+            if rounded <= len(buffer) <= 2 * rounded and _nobody_holds(buffer):
+                return memoryview(buffer)[:size]
+        buffer = bytearray(rounded)
+        self._keep(buffer)
+        return memoryview(buffer)[:size]
+
+    def _keep(self, buffer: bytearray) -> None:
+        self._kept.append(buffer)
+        self.kept_bytes += len(buffer)
+        while self.kept_bytes > POOL_BYTES:
+            self.kept_bytes -= len(self._kept.popleft())
+
+
+def _nobody_holds(buffer: bytearray) -> bool:
+    # Python lets a bytearray change its size only while no view of it exists, of whatever kind.
+    try:
+        buffer.pop()
+    except BufferError:
+        return False
+    buffer.append(0)
+    return True
+
+
 class LargeReplies:
     """Replies of large bulk strings, which come as `memoryview`; short ones as `bytes`."""
 
     def __init__(self) -> None:
+        self._pool = Pool()
         self._buffer = bytearray(_SPACE)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
@@ -127,7 +172,7 @@ class LargeReplies:
             return bytes(self._view[start:end])
         if size > _LARGEST:
             raise ReplyError(f"a string of {size} bytes")
-        self._bulk = memoryview(bytearray(size + 2))
+        self._bulk = self._pool.take(size + 2)
         self._between = _BETWEEN
         self._filled = min(self._end - start, size + 2)
         self._bulk[: self._filled] = self._view[start : start + self._filled]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rolloutbus.broker.replies import LARGE, NOTHING, LargeReplies, ReplyError, SmallReplies
+from rolloutbus.broker.replies import LARGE, NOTHING, POOL_BYTES, LargeReplies, Pool, ReplyError, SmallReplies
 
 Reader = SmallReplies | LargeReplies
 
@@ -86,3 +87,41 @@ def test_a_large_string_is_received_where_it_stays() -> None:
 def test_what_is_no_reply_is_an_error(wire: bytes) -> None:
     with pytest.raises(ReplyError):
         read(LargeReplies(), wire, [1 << 20])
+
+
+def test_memory_is_used_again_only_when_nobody_holds_anything_in_it() -> None:
+    """A trainer may keep one array of a row for as long as it likes."""
+    pool = Pool()
+    first = pool.take(LARGE)
+    first[:] = bytes([7]) * LARGE
+    memory = first.obj
+    kept = cast("Any", np).frombuffer(first[8:24], dtype=np.uint8)[::2]
+    del first
+    others = [pool.take(LARGE) for _ in range(20)]
+    assert all(other.obj is not memory for other in others)
+    assert kept.tolist() == [7] * 8
+    del kept, others
+    assert any(pool.take(LARGE).obj is memory for _ in range(30))
+
+
+def test_no_more_memory_is_kept_than_the_bound() -> None:
+    pool = Pool()
+    for _ in range(3 * POOL_BYTES // (1 << 20)):
+        pool.take(1 << 20)
+    held = [pool.take(1 << 20) for _ in range(3 * POOL_BYTES // (1 << 20))]
+    assert len({id(view.obj) for view in held}) == len(held)
+    assert pool.kept_bytes <= POOL_BYTES
+
+
+@given(st.lists(st.tuples(st.integers(1, 4 * LARGE), st.booleans()), max_size=60))
+def test_what_is_held_never_changes_whatever_else_is_taken(takes: list[tuple[int, bool]]) -> None:
+    pool = Pool()
+    held: list[tuple[memoryview, int]] = []
+    for number, (size, keep) in enumerate(takes):
+        view = pool.take(size)
+        assert view.nbytes == size
+        view[:] = bytes([number]) * size
+        if keep:
+            held.append((view, number))
+        del view
+    assert all(view.tobytes() == bytes([number]) * view.nbytes for view, number in held)
