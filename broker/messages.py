@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import codec
 from .channel import Arg, Buffer, Payload
@@ -187,8 +187,3 @@ def unframe(payload: bytes) -> list[memoryview]:
     if offset != len(payload):
         raise ForeignEntryError("a results payload goes on after its last row")
     return out
-
-
-def rows_payload(results: Sequence[Any]) -> Payload:
-    """Results encoded and framed, for tests and tools; the worker frames what it has encoded row by row."""
-    return frame([Payload.of(codec.encode(result)) for result in results])

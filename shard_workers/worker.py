@@ -158,7 +158,8 @@ class ShardWorker:
             log.exception("%s: batch %s group %s: %s", self.identity.label, group.batch, group.group, error)
         finally:
             self._ended[outcome] = self._ended.get(outcome, 0) + 1
-            self._reader.group_ended(time.monotonic() - started)
+            if outcome == "done":
+                self._reader.group_ended(time.monotonic() - started)
             del self._in_hand[group.entry]
             self._slots.release()
 

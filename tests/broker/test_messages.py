@@ -21,9 +21,10 @@ from rolloutbus.broker.messages import (
     parse_group,
     parse_result,
     row_fields,
-    rows_payload,
     unframe,
 )
+
+from tests.entries import rows_payload
 
 GROUP = GroupEntry("5-1", "b", 3, "trainer", "adds", 8, 24, b"payload")
 

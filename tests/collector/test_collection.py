@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rolloutbus.broker.errors import BatchCancelledError, BatchError
-from rolloutbus.broker.messages import Failure, ForeignEntryError, ResultEntry, rows_payload
+from rolloutbus.broker.messages import Failure, ForeignEntryError, ResultEntry
 from rolloutbus.collector import BatchCollection, CompletedGroup, GroupFailure, Origin, Sink
+
+from tests.entries import rows_payload
 
 SIZE = 2
 

@@ -12,7 +12,7 @@ from rolloutbus.broker.channel import Payload, ReplyError
 from rolloutbus.broker.client_transitions import BatchSpec, Books, ClientTransitions, OutgoingGroup, Published
 from rolloutbus.broker.errors import RolloutBusError
 from rolloutbus.broker.keys import GROUP_NAME, Keys
-from rolloutbus.broker.messages import Failure, GroupEntry, ResultEntry, parse_group, parse_result, rows_payload
+from rolloutbus.broker.messages import Failure, GroupEntry, ResultEntry, parse_group, parse_result
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.broker.steps import Runner
 from rolloutbus.broker.worker_transitions import (
@@ -24,6 +24,8 @@ from rolloutbus.broker.worker_transitions import (
     Rows,
     WorkerTransitions,
 )
+
+from tests.entries import rows_payload
 
 SHARD = "math"
 SIZE = 4

@@ -1,0 +1,111 @@
+"""The one reader of a client: where it goes on reading, whatever happens while a read is out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rolloutbus.broker.channel import Channel, Command
+from rolloutbus.broker.keys import Keys
+from rolloutbus.broker.settings import BrokerSettings
+from rolloutbus.collector import BatchCollection, Collector, Sink
+
+from tests.entries import rows_payload
+
+LIMIT_S = 10
+KEYS = Keys("run")
+
+
+class Broker:
+    """Plays the connection: a read stays out until the test answers it."""
+
+    def __init__(self) -> None:
+        self.broken = False
+        self.hello = SimpleNamespace(run_id="one", client_id=1)
+        self.reads: asyncio.Queue[tuple[Command, asyncio.Future[list[Any]]]] = asyncio.Queue()
+
+    def send(self, commands: Sequence[Command], *, large: bool = False) -> asyncio.Future[list[Any]]:
+        reply: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self.reads.put_nowait((commands[0], reply))
+        return reply
+
+    async def run(self, commands: Sequence[Command]) -> list[Any]:
+        """The other connection: every batch exists, and nobody is unblocked."""
+        return [1 for _ in commands]
+
+    async def close(self) -> None:
+        self.broken = True
+
+    async def read(self) -> tuple[str, asyncio.Future[list[Any]]]:
+        """Where the next read begins, and its reply to be."""
+        command, reply = await asyncio.wait_for(self.reads.get(), LIMIT_S)
+        return str(command[-1]), reply
+
+
+def found(entry: str, batch: str, group: int) -> list[Any]:
+    """A reply with one entry."""
+    fields = {
+        "kind": "rows", "batch": batch, "group": str(group), "row_indices": str(group), "attempt": "1", "instance": "s",
+    }  # fmt: skip
+    flat = [word.encode() for pair in fields.items() for word in pair]
+    payload = rows_payload([{"reward": 1.0}]).joined()
+    return [[[KEYS.results("me", "s").encode(), [[entry.encode(), [*flat, b"payload", payload]]]]]]
+
+
+def batch(name: str, outcomes: list[Any]) -> BatchCollection:
+    return BatchCollection(name, [{}, {}], 1, ["s", "s"], Sink(outcomes.append, outcomes.append))
+
+
+@pytest.fixture
+async def broker(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Broker]:
+    broker = Broker()
+
+    async def open_channel(*_: object) -> Broker:
+        return broker
+
+    monkeypatch.setattr(Channel, "open", open_channel)
+    yield broker
+
+
+@pytest.fixture
+async def collector(broker: Broker) -> AsyncGenerator[Collector]:
+    collector = Collector(BrokerSettings(url="unix:///none"), KEYS, broker, SimpleNamespace(client="me"))  # pyright: ignore[reportArgumentType]
+    running = asyncio.create_task(collector.run())
+    yield collector
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_read_goes_on_after_what_was_read(broker: Broker, collector: Collector) -> None:
+    outcomes: list[Any] = []
+    await collector.attach(batch("b", outcomes), ["s"])
+    begins, reply = await broker.read()
+    reply.set_result(found("5-0", "b", 0))
+    assert begins == "0-0"
+    begins, _ = await broker.read()
+    assert (begins, [outcome.group_index for outcome in outcomes]) == ("5-0", [0])
+
+
+async def test_what_a_read_finds_does_not_undo_that_all_is_to_be_read_again(
+    broker: Broker, collector: Collector
+) -> None:
+    """A batch was resumed while a read was out. That read found something, its stream was read on from there, and what
+    the resumed batch already had on the stream was never seen.
+    """
+    await collector.attach(batch("first", []), ["s"])
+    _, reply = await broker.read()
+    reply.set_result(found("5-0", "first", 0))
+    begins, out = await broker.read()
+    assert begins == "5-0"
+    resuming = asyncio.create_task(collector.attach(batch("resumed", outcomes := []), ["s"], from_start=True))
+    await asyncio.sleep(0)
+    out.set_result(found("7-0", "first", 1))
+    begins, reply = await broker.read()
+    assert begins == "0-0"
+    reply.set_result(found("3-0", "resumed", 1))
+    await asyncio.wait_for(resuming, LIMIT_S)
+    await broker.read()
+    assert [outcome.group_index for outcome in outcomes] == [1]
