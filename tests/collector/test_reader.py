@@ -60,14 +60,14 @@ def batch(name: str, outcomes: list[Any]) -> BatchCollection:
 
 
 @pytest.fixture
-async def broker(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Broker]:
+def broker(monkeypatch: pytest.MonkeyPatch) -> Broker:
     broker = Broker()
 
     async def open_channel(*_: object) -> Broker:
         return broker
 
     monkeypatch.setattr(Channel, "open", open_channel)
-    yield broker
+    return broker
 
 
 @pytest.fixture
