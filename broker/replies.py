@@ -68,7 +68,8 @@ class Pool:
         for _ in range(min(_LOOKED_AT, len(self._kept))):
             buffer = self._kept.popleft()
             self._kept.append(buffer)
-            if rounded <= len(buffer) <= 2 * rounded and _nobody_holds(buffer):
+            # Not a much larger one: whoever keeps an array keeps all of it.
+            if rounded <= len(buffer) <= rounded + rounded // 4 and _nobody_holds(buffer):
                 return memoryview(buffer)[:size]
         buffer = bytearray(rounded)
         self._keep(buffer)
