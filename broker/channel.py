@@ -114,6 +114,9 @@ class Channel(asyncio.BufferedProtocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._broken: Exception | None = None
+        # When something came last, and whether it was a piece of a reply that is not whole yet.
+        self._heard = 0.0
+        self._midway = False
         self._gone = self._loop.create_future()
 
     @classmethod
@@ -140,6 +143,11 @@ class Channel(asyncio.BufferedProtocol):
     @property
     def broken(self) -> bool:
         return self._broken is not None
+
+    @property
+    def receiving(self) -> bool:
+        """Whether a reply is coming in, in pieces."""
+        return self._midway and not self.broken
 
     async def execute(self, *command: Arg) -> Any:
         """One command, its reply; an error reply is raised as one of our errors."""
@@ -213,6 +221,7 @@ class Channel(asyncio.BufferedProtocol):
         return self._replies.space()
 
     def buffer_updated(self, nbytes: int) -> None:
+        self._heard, self._midway = self._loop.time(), True
         try:
             self._replies.received(nbytes)
             while (reply := self._replies.next()) is not NOTHING:
@@ -234,6 +243,7 @@ class Channel(asyncio.BufferedProtocol):
         self._writable.set()
 
     def _resolve(self, reply: Any) -> None:
+        self._midway = False
         if not self._pending:
             return
         request = self._pending[0]
@@ -247,7 +257,8 @@ class Channel(asyncio.BufferedProtocol):
         self._watch = None
         if not self._pending:
             return
-        left = self._pending[0].deadline - self._loop.time()
+        # A reply that is coming in takes as long as the network needs; silence is what is not waited for.
+        left = max(self._pending[0].deadline, self._heard + self._timeout_s) - self._loop.time()
         if left > 0:
             self._watch = self._loop.call_later(left, self._check_deadline)
             return

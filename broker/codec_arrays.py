@@ -126,8 +126,12 @@ def byte_size(token: str, shape: tuple[int, ...], *, of_tensor: bool) -> int:
 def make_array(token: str, shape: tuple[int, ...], raw: memoryview | bytes, *, writable: bool) -> NDArray[Any]:
     """A numpy array over `raw`, read-only unless `writable` asks for a copy."""
     numpy = _library("numpy")
+    dtype = _dtype_of(token)
     try:
-        array: NDArray[Any] = numpy.ndarray(shape, _dtype_of(token), raw)
+        # Not `ndarray` with a buffer, which looks through a memoryview and forgets that it has one: the memory would be
+        # taken for free while the array lives. An empty one has none.
+        flat = numpy.frombuffer(raw, dtype) if len(raw) else numpy.ndarray(0, dtype, b"")
+        array: NDArray[Any] = flat.reshape(shape)
     except (ValueError, TypeError, OverflowError) as error:
         raise DecodeError(f"payload holds an array of shape {shape!r:.200}, which numpy refuses: {error}") from None
     return array.copy() if writable else array

@@ -147,7 +147,12 @@ def _words(fields: Sequence[bytes] | None) -> Mapping[bytes, bytes]:
     if not fields or len(fields) % 2:
         return {}
     pairs = iter(fields)
-    return dict(zip(pairs, pairs, strict=True))
+    words = {bytes(name): value for name, value in zip(pairs, pairs, strict=True)}
+    for name, value in words.items():
+        # What is large comes as a view, which only the payload may be.
+        if name != b"payload" and type(value) is not bytes:
+            words[name] = bytes(value)
+    return words
 
 
 # Several rows share an entry: a msgpack array of alternating padding and row payload, so that arrays inside stay

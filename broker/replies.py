@@ -6,6 +6,7 @@ bulk string of LARGE bytes or more gets memory of its own, and the socket writes
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from typing import Any, Final
 
@@ -66,11 +67,11 @@ class Pool:
         """`size` bytes, with whatever stood there before."""
         rounded = -(-size // _GRAIN) * _GRAIN
         for _ in range(min(_LOOKED_AT, len(self._kept))):
-            buffer = self._kept.popleft()
-            self._kept.append(buffer)
+            self._kept.rotate(-1)
             # Not a much larger one: whoever keeps an array keeps all of it.
-            if rounded <= len(buffer) <= rounded + rounded // 4 and _nobody_holds(buffer):
-                return memoryview(buffer)[:size]
+            length = len(self._kept[-1])
+            if rounded <= length <= rounded + rounded // 4 and _is_free(self._kept):
+                return memoryview(self._kept[-1])[:size]
         buffer = bytearray(rounded)
         self._keep(buffer)
         return memoryview(buffer)[:size]
@@ -82,14 +83,25 @@ class Pool:
             self.kept_bytes -= len(self._kept.popleft())
 
 
-def _nobody_holds(buffer: bytearray) -> bool:
-    # Python lets a bytearray change its size only while no view of it exists, of whatever kind.
+def _is_free(kept: deque[bytearray]) -> bool:
+    """Whether nobody else holds the last one of `kept`, or a view of it."""
+    # Python lets a bytearray change its size only while no view of it exists; and whoever points into it without, as
+    # numpy can, has a reference at least.
+    if _references(kept) != _REFERENCES_WHEN_FREE:
+        return False
     try:
-        buffer.pop()
+        kept[-1].pop()
     except BufferError:
         return False
-    buffer.append(0)
+    kept[-1].append(0)
     return True
+
+
+def _references(kept: deque[bytearray]) -> int:
+    return sys.getrefcount(kept[-1])
+
+
+_REFERENCES_WHEN_FREE = _references(deque([bytearray(1)]))
 
 
 class LargeReplies:

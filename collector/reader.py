@@ -26,8 +26,8 @@ from .collection import BatchCollection, Handover
 
 log = logging.getLogger("rolloutbus.collector")
 
-# About this much per read and stream: much larger reads halve the rate (measured), smaller ones cost round trips.
-READ_BYTES = 1 << 21
+# About this much per read of all streams: much larger reads halve the rate (measured), smaller ones cost round trips.
+READ_BYTES = 1 << 22
 MAX_COUNT = 512
 # After so many bytes were decoded, the trainer's own thread has a chance to take what is there.
 DECODED_AT_ONCE = 128 * 1024
@@ -70,6 +70,11 @@ class Collector:
     def shards(self) -> list[str]:
         """Shards whose result streams are read."""
         return list(self._cursors)
+
+    @property
+    def receiving(self) -> bool:
+        """Whether results are coming in right now, however slowly."""
+        return self._channel is not None and self._channel.receiving
 
     @property
     def batches(self) -> list[BatchCollection]:
@@ -155,7 +160,7 @@ class Collector:
         return self._ordered(reply or [], began)
 
     def _read_command(self, cursors: Mapping[str, str]) -> Command:
-        count = max(1, min(MAX_COUNT, int(READ_BYTES / self._entry_bytes)))
+        count = max(1, min(MAX_COUNT, int(READ_BYTES / self._entry_bytes / max(1, len(cursors)))))
         names = [self._keys.results(self._transitions.client, shard) for shard in cursors]
         block_ms = int(self._settings.block_s * 1000)
         return ("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", *names, *cursors.values())

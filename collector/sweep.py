@@ -77,11 +77,19 @@ def parse_state(group: int, raw: bytes) -> GroupState:
 class Sweeper:
     """Sweeps the batches of one client."""
 
-    def __init__(self, settings: BrokerSettings, keys: Keys, link: Link, transitions: ClientTransitions) -> None:
+    def __init__(
+        self,
+        settings: BrokerSettings,
+        keys: Keys,
+        link: Link,
+        transitions: ClientTransitions,
+        is_receiving: Callable[[], bool] = bool,
+    ) -> None:
         self._settings = settings
         self._keys = keys
         self._link = link
         self._transitions = transitions
+        self._is_receiving = is_receiving
         self._absent_since: dict[str, tuple[float, float]] = {}
 
     async def sweep(self, watched: Watched) -> None:
@@ -208,7 +216,12 @@ class Sweeper:
             doubtful = quiet > self._settings.stall_warning_s
             if out and (doubtful or (await self._link.run([("XLEN", stream)]))[0] < len(out)):
                 await self._expire_deleted(watched, out[:_DOUBTED_AT_ONCE], stream)
-        if quiet > self._settings.lease_s and self._link.watched_for(self._settings.lease_s):
+        # Over a slow network a reply may take longer than that.
+        if (
+            quiet > self._settings.lease_s
+            and self._link.watched_for(self._settings.lease_s)
+            and not self._is_receiving()
+        ):
             self._fail_without_results(watched, states)
 
     def _fail_without_results(self, watched: Watched, states: Sequence[GroupState]) -> None:

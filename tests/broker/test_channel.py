@@ -20,6 +20,7 @@ from rolloutbus.broker.errors import (
 )
 from rolloutbus.broker.scripts import load_scripts
 from rolloutbus.broker.settings import BrokerSettings
+from rolloutbus.broker.sockets import SocketTransport, connect_socket
 
 from tests.broker.speaking import Hangup, greeting, speaking
 
@@ -385,3 +386,28 @@ def test_a_payload_tells_its_size_and_joins():
     buffers: list[Buffer] = [b"ab", memoryview(b"cd")]
     assert (Payload.of(buffers).size, Payload.of(buffers).joined()) == (4, b"abcd")
     assert Payload.of([]).size == 0
+
+
+async def test_a_reply_that_comes_in_pieces_may_take_longer_than_the_time_limit():
+    """Over a slow network a large reply was cut off each time, and asked for again, for ever."""
+    body = bytes(40)
+    pieces = [b"$40\r\n", *[body[at : at + 1] for at in range(40)], b"\r\n"]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(0.02)
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    channel = Channel(0.4)
+    channel.attach(SocketTransport(await connect_socket("127.0.0.1", port, None), channel))
+    started = asyncio.get_running_loop().time()
+    assert await channel.send([("GET", "k")]) == [body]
+    assert asyncio.get_running_loop().time() - started > 0.4
+    with pytest.raises(BrokerTimeoutError):
+        await channel.send([("GET", "k")])
+    await channel.close()
+    server.close()

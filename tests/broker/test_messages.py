@@ -95,6 +95,16 @@ def test_a_number_that_is_none_is_foreign(field: bytes, value: bytes):
         parse_group(b"5-1", words)
 
 
+def test_an_entry_of_large_fields_reads_as_one_of_small_ones():
+    """Large strings come as views; a group of some thousand rows has that many row indices, and the reader that met
+    them ended with an AttributeError.
+    """
+    words = [memoryview(bytearray(word)) for word in result_words()]
+    entry = parse_result(b"9-9", words)  # pyright: ignore[reportArgumentType]
+    plain = parse_result(b"9-9", result_words())
+    assert entry._replace(payload=bytes(entry.payload)) == plain
+
+
 # Failures
 
 

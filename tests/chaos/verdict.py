@@ -134,7 +134,8 @@ def _events(evidence: Evidence) -> Iterator[str]:
 
 
 def _positions(detail: str, size: int) -> Sequence[int]:
-    return range(size) if detail == "all" else [int(at) for at in detail.split(",") if at]
+    """None where the trainer had all rows before the worker said that it was done: those were accepted before."""
+    return range(size) if detail == "all" else [int(at) for at in detail.split(",") if at.isdigit()]
 
 
 def _keys(evidence: Evidence) -> Iterator[str]:
