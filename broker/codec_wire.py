@@ -6,8 +6,8 @@ offsets count from the first such multiple inside the tail, so that they can be 
 known.
 
 Promises: encoding copies no bytes of a contiguous array; decoding reads nothing outside the payload, allocates in
-proportion to it, and raises nothing but DecodeError. A msgpack.ExtType of the caller's own must not be used: the
-packer takes it without asking, and decoding refuses its code.
+proportion to it, and raises nothing but DecodeError. A msgpack.ExtType or ormsgpack.Ext of the caller's own
+must not be used: the packer takes it without asking, and decoding refuses its code or takes it for one of ours.
 """
 
 from __future__ import annotations

@@ -113,6 +113,7 @@ class LargeReplies:
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
         self._between = _SPACE
+        self._saw_large = False
         # The bulk string under way, with its line's end, and how much of it is there.
         self._bulk: memoryview | None = None
         self._filled = 0
@@ -147,6 +148,7 @@ class LargeReplies:
                     break
                 value = items
             else:
+                self._between, self._saw_large = _BETWEEN if self._saw_large else _SPACE, False
                 return value
         return NOTHING
 
@@ -186,7 +188,7 @@ class LargeReplies:
         if size > _LARGEST:
             raise ReplyError(f"a string of {size} bytes")
         self._bulk = self._pool.take(size + 2)
-        self._between = _BETWEEN
+        self._between, self._saw_large = _BETWEEN, True
         self._filled = min(self._end - start, size + 2)
         self._bulk[: self._filled] = self._view[start : start + self._filled]
         self._start = start + self._filled

@@ -154,10 +154,11 @@ class WorkerTransitions:
         )
         raise_first_error([expires] if "BUSYGROUP" in str(created) else [created, expires])
 
-    def read_command(self, count: int, block_ms: int) -> Command:
-        """A blocking read of new entries, for a channel of its own."""
+    def read_command(self, count: int, block_ms: int | None) -> Command:
+        """A read of new entries; one that waits for some, `block_ms` at most, needs a channel of its own."""
+        wait = () if block_ms is None else ("BLOCK", block_ms)
         return (
-            "XREADGROUP", "GROUP", GROUP_NAME, self._identity.consumer, "COUNT", count, "BLOCK", block_ms,
+            "XREADGROUP", "GROUP", GROUP_NAME, self._identity.consumer, "COUNT", count, *wait,
             "STREAMS", self._groups, ">",
         )  # fmt: skip
 

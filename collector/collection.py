@@ -143,6 +143,8 @@ class BatchCollection:
             results = [codec.decode(view) for view in unframe(entry.payload)]
             if len(results) != len(entry.row_indices):
                 raise DecodeError(f"it holds {len(results)} results for {len(entry.row_indices)} rows")
+            if any(result is None for result in results):
+                raise DecodeError("it holds None for a result")
             self.timing.note(entry.instance, entry.timing)
         except (DecodeError, ForeignEntryError) as error:
             self._sink.on_error(

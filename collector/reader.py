@@ -64,7 +64,8 @@ class Collector:
         self._handovers: deque[Handover] = deque()
         self._handover_due = asyncio.Event()
         self._handover_done = asyncio.Event()
-        self._entry_bytes = 64.0 * 1024
+        # A guess until the first ones have come: better too few at first than megabytes over a slow network.
+        self._entry_bytes = 512.0 * 1024
 
     @property
     def shards(self) -> list[str]:

@@ -24,7 +24,7 @@ log = logging.getLogger("rolloutbus.worker")
 
 RawEntry = Any
 # One entry at a time shares a queue evenly among replicas. For groups that end faster than they can be read that costs
-# a round trip each, so twice as many are read as have ended since the last read, if they were as short as this.
+# a round trip each, so one more is read than have ended since the last read, if they were as short as this.
 SHORT_GROUP_S = 0.05
 MOST_AT_ONCE = 16
 # Unblocking races with the read's begin, so it is repeated until the read has returned.
@@ -80,14 +80,20 @@ class GroupReader:
         return pending
 
     async def _read(self, channel: Channel, free: int) -> list[RawEntry]:
+        # What waited here for a slot could run elsewhere.
+        count = min(free, 1 + self._short_ended, MOST_AT_ONCE)
+        self._short_ended = 0
+        # A read that waits asks for one: others wait for the same queue, and may be idler.
+        return (await self._ask(channel, count, None) if count > 1 else []) or await self._ask(
+            channel, 1, int(self._settings.block_s * 1000)
+        )
+
+    async def _ask(self, channel: Channel, count: int, block_ms: int | None) -> list[RawEntry]:
         if self._stopped:
             return []
-        # What waited here for a slot could run elsewhere.
-        count = max(1, min(free, 2 * self._short_ended, MOST_AT_ONCE))
-        self._short_ended = 0
         self._reading = True
         try:
-            reply = (await channel.send([self._transitions.read_command(count, int(self._settings.block_s * 1000))]))[0]
+            reply = (await channel.send([self._transitions.read_command(count, block_ms)]))[0]
         finally:
             self._reading = False
         if isinstance(reply, ReplyError):

@@ -126,6 +126,15 @@ def test_an_entry_whose_results_do_not_match_its_rows_ends_the_batch_with_an_err
     assert "group 0 (entry 7-0)" in str(error)
 
 
+def test_an_entry_that_holds_none_for_a_result_ends_the_batch_with_an_error() -> None:
+    desk = Desk()
+    payload = rows_payload([{"i": 0}, None]).joined()
+    desk.collection.add(ResultEntry("7-0", "rows", "b", 0, (0, 1), 1, "s", "", payload))
+    (error,) = desk.errors
+    assert isinstance(error, BatchError)
+    assert "None" in str(error)
+
+
 def test_a_payload_that_cannot_be_read_ends_the_batch_with_an_error() -> None:
     desk = Desk()
     desk.collection.add(ResultEntry("7-0", "rows", "b", 0, (0,), 1, "s", "", b"\xdd\xff"))

@@ -154,3 +154,22 @@ async def test_several_groups_are_read_at_once_only_where_they_end_at_once(stack
 
 def reads(stack: Stack) -> int:
     return int(stack.redis.info("commandstats")["cmdstat_xreadgroup"]["calls"])
+
+
+@within(20)
+async def test_a_reader_that_waits_takes_one_however_short_the_groups_before_were(stack: Stack) -> None:
+    """Two idle replicas waited; the one that had read sixteen instant groups at once took all of the next batch."""
+    desk = Desk(stack, slots=100)
+    for _ in range(MOST_AT_ONCE):
+        desk.reader.group_ended(0.0)
+    await stack.reading("s", desk.identity.consumer)
+    await until(lambda: stack.redis.info("clients")["blocked_clients"] > 0)
+    reads_before = reads(stack)
+    with stack.redis.pipeline(transaction=True) as together:
+        for at in range(3):
+            together.xadd(stack.keys.groups("s"), {"n": at})
+        wanted = [entry.decode() for entry in together.execute()]
+    await until(lambda: desk.got == wanted)
+    assert reads(stack) - reads_before >= len(wanted) - 1
+    await desk.close()
+    stack.redis.delete(stack.keys.groups("s"))
