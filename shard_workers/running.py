@@ -31,24 +31,10 @@ async def run_rows(environment: Environment, rows: Sequence[Row], on_result: OnR
     exception, or `EnvironmentContractError` for foreign, repeated or missing rows and for results that are none.
     """
     outcomes = _Outcomes(rows)
-    failed: BaseException | None = None
     try:
         stream = _as_stream(environment.run_rollouts(rows))
-        give_way_at = time.monotonic() + GIVE_WAY_S
         try:
-            async for item in stream:
-                position, result = outcomes.check(item)
-                if not isinstance(result, BaseException):
-                    room = on_result(position, result)
-                    if room is not None:
-                        await room
-                    elif time.monotonic() > give_way_at:
-                        await asyncio.sleep(0)
-                        give_way_at = time.monotonic() + GIVE_WAY_S
-                    continue
-                failed = result if failed is None else failed
-                if not independent:
-                    break
+            failed = await _give_on(stream, outcomes, on_result, independent=independent)
         finally:
             await _close(stream)
     # Left alone, it would end the event loop and with it every other group of this instance.
@@ -64,6 +50,26 @@ async def run_rows(environment: Environment, rows: Sequence[Row], on_result: OnR
     if failed is not None:
         raise failed if isinstance(failed, Exception) else EnvironmentContractError(f"a row failed with {failed!r}")
     outcomes.require_all()
+
+
+async def _give_on(
+    stream: AsyncIterator[Any], outcomes: _Outcomes, on_result: OnResult, *, independent: bool
+) -> BaseException | None:
+    """Results as they come; gives the first row's failure, if any."""
+    failed: BaseException | None = None
+    give_way_at = time.monotonic() + GIVE_WAY_S
+    async for item in stream:
+        position, result = outcomes.check(item)
+        if isinstance(result, BaseException):
+            failed = result if failed is None else failed
+            if not independent:
+                break
+        elif (room := on_result(position, result)) is not None:
+            await room
+        elif time.monotonic() > give_way_at:
+            await asyncio.sleep(0)
+            give_way_at = time.monotonic() + GIVE_WAY_S
+    return failed
 
 
 class _Outcomes:
