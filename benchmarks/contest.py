@@ -6,6 +6,7 @@ the clocks of any contestant start. A contestant that ends or falls silent is a 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import json
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any, Self
 
@@ -167,6 +168,12 @@ class Contestant:
         self.close()
 
 
-def pace(started: float, index: int, rate: float) -> float:
-    """Seconds until row `index` is due."""
-    return max(0.0, started + index / rate - time.perf_counter())
+async def paced(order: Order, one: Callable[[int], Coroutine[Any, Any, float]]) -> Measurement:
+    """`one(index)` for each row when it is due at `order.rate`; it gives the milliseconds that were overhead."""
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        calls: list[asyncio.Task[float]] = []
+        for index in range(order.rows):
+            await asyncio.sleep(max(0.0, started + index / order.rate - time.perf_counter()))
+            calls.append(tasks.create_task(one(index)))
+    return Measurement(order.rate, overhead_ms=[call.result() for call in calls])

@@ -48,7 +48,8 @@ async def _point(client: RolloutClient, probe: Any, size: int) -> CrowdPoint:
     latencies = await _in_turns(client, size, BATCHES // size)
     batches_per_s = len(latencies) / (time.perf_counter() - started)
     held = await _held(client, probe, size)
-    if left := sorted(_keys(probe) - before):
+    after = _keys(probe)
+    if left := sorted(after - before):
         raise BenchmarkError(f"{size} one-group batches left {len(left)} keys on the broker, such as {left[0]}")
     return CrowdPoint(
         batches=size,
@@ -56,7 +57,7 @@ async def _point(client: RolloutClient, probe: Any, size: int) -> CrowdPoint:
         p50_ms=percentile(latencies, 0.5) * 1000,
         p99_ms=percentile(latencies, 0.99) * 1000,
         keys_before=len(before),
-        keys_after=len(_keys(probe)),
+        keys_after=len(after),
         **held,
     )
 

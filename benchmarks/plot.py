@@ -128,10 +128,8 @@ def _instances(axes: Any, results: Results) -> None:
 
 def _cost_curves(axes: Any, name: str, points: list[InstancesPoint], results: Results, color: str) -> None:
     counts = [point.shards * point.replicas for point in points]
-    best_wall = min(point.wall_us for point in results.instances)
-    best_cpu = min(point.cpu_us for point in results.instances)
-    wall = [point.wall_us / best_wall for point in points]
-    cpu = [point.cpu_us / best_cpu for point in points]
+    wall = [point.wall_us / results.best_wall_us for point in points]
+    cpu = [point.cpu_us / results.best_cpu_us for point in points]
     axes.plot(counts, wall, "o-", color=color, label=f"{name}, wall time")
     axes.plot(counts, cpu, "o--", color=color, alpha=0.5, label=f"{name}, CPU time")
 
@@ -139,8 +137,9 @@ def _cost_curves(axes: Any, name: str, points: list[InstancesPoint], results: Re
 def _growth(axes: Any, results: Results) -> None:
     rows = [point.rows for point in results.growth]
     seconds = [point.seconds for point in results.growth]
-    axes.semilogx(rows, [1e6 * took / of for took, of in zip(seconds, rows, strict=True)], "o-", color=PULL)
-    axes.set_ylim(0, 1.3 * max(1e6 * took / of for took, of in zip(seconds, rows, strict=True)))
+    costs = [point.us_per_row for point in results.growth]
+    axes.semilogx(rows, costs, "o-", color=PULL)
+    axes.set_ylim(0, 1.3 * max(costs))
     axes.set_xlabel("rows in one batch")
     axes.set_title(f"µs per row; time grows as rows^{exponent(rows, seconds):.2f}", loc="left")
 

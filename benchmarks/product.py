@@ -11,7 +11,7 @@ import time
 
 from rolloutbus.trainer import CompletedGroup, RolloutClient
 
-from benchmarks.contest import Measurement, Order, Progress, Rows, pace, serve
+from benchmarks.contest import Measurement, Order, Progress, Rows, paced, serve
 from benchmarks.payloads import group_size
 from benchmarks.stage import RUN, staged
 
@@ -28,20 +28,16 @@ async def run_batch(client: RolloutClient, order: Order, rows: Rows) -> Measurem
 
 async def run_paced(client: RolloutClient, order: Order, rows: Rows) -> Measurement:
     """Single-row groups at `order.rate`: milliseconds from the moment each is done to the moment it is handed out."""
-    overheads: list[float] = []
-    started = time.perf_counter()
 
-    async def one(index: int) -> None:
+    async def one(index: int) -> float:
+        overhead_ms = 0.0
         async with client.run_groups([rows[index]], 1) as batch:
             async for group in batch:
                 assert isinstance(group, CompletedGroup)
-                overheads.append((time.time() - group.results[0]["done"]) * 1000)
+                overhead_ms = (time.time() - group.results[0]["done"]) * 1000
+        return overhead_ms
 
-    async with asyncio.TaskGroup() as tasks:
-        for index in range(order.rows):
-            await asyncio.sleep(pace(started, index, order.rate))
-            tasks.create_task(one(index))
-    return Measurement(order.rate, overhead_ms=overheads)
+    return await paced(order, one)
 
 
 async def main(transport: str = "unix", shards: str = "2", replicas: str = "1") -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import ray
 
-from benchmarks.contest import Measurement, Order, Progress, Rows, pace, serve
+from benchmarks.contest import Measurement, Order, Progress, Rows, paced, serve
 from benchmarks.payloads import make_result
 
 RAYS_OWN = ("raylet", "gcs_server")
@@ -71,18 +71,13 @@ async def run_batch(actors: list[Any], order: Order, rows: Rows) -> Measurement:
 
 
 async def run_paced(actors: list[Any], order: Order, rows: Rows) -> Measurement:
-    overheads: list[float] = []
-    started = time.perf_counter()
-
-    async def one(index: int) -> None:
+    async def one(index: int) -> float:
+        overhead_ms = 0.0
         async for _, result in merged(open_streams(actors, [rows[index]])):
-            overheads.append((time.time() - result["done"]) * 1000)
+            overhead_ms = (time.time() - result["done"]) * 1000
+        return overhead_ms
 
-    async with asyncio.TaskGroup() as tasks:
-        for index in range(order.rows):
-            await asyncio.sleep(pace(started, index, order.rate))
-            tasks.create_task(one(index))
-    return Measurement(order.rate, overhead_ms=overheads)
+    return await paced(order, one)
 
 
 def rays_own() -> list[int]:

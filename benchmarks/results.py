@@ -73,6 +73,10 @@ class GrowthPoint(BaseModel):
     held_mb: float
     growth_mb: float
 
+    @property
+    def us_per_row(self) -> float:
+        return self.seconds / self.rows * 1e6
+
 
 class MakespanPoint(BaseModel):
     """One drawing of durations: what is possible with and without knowing them, and what was measured. Seconds."""
@@ -95,6 +99,16 @@ class Results(BaseModel):
     crowd: list[CrowdPoint] = Field(default_factory=list[CrowdPoint])
     growth: list[GrowthPoint] = Field(default_factory=list[GrowthPoint])
     makespan: list[MakespanPoint] = Field(default_factory=list[MakespanPoint])
+
+    @property
+    def best_wall_us(self) -> float:
+        """The cheapest arrangement's wall time per row."""
+        return min(point.wall_us for point in self.instances)
+
+    @property
+    def best_cpu_us(self) -> float:
+        """The cheapest arrangement's CPU time per row."""
+        return min(point.cpu_us for point in self.instances)
 
     def joined(self, newer: Results) -> Results:
         """These results with those of a newer run in their places."""

@@ -119,16 +119,14 @@ def _low_load(overheads: Mapping[str, list[float]]) -> Table:
 
 
 def _instances(results: Results) -> Table:
-    best_wall = min(point.wall_us for point in results.instances)
-    best_cpu = min(point.cpu_us for point in results.instances)
     lines = [
         [
             f"{point.shards}",
             f"{point.replicas}",
             f"{point.wall_us:.1f}",
-            f"{point.wall_us / best_wall:.2f} ×",
+            f"{point.wall_us / results.best_wall_us:.2f} ×",
             f"{point.cpu_us:.1f}",
-            f"{point.cpu_us / best_cpu:.2f} ×",
+            f"{point.cpu_us / results.best_cpu_us:.2f} ×",
         ]
         for point in results.instances
     ]
@@ -167,7 +165,7 @@ def _growth(results: Results) -> Table:
         [
             f"{point.rows:,}",
             f"{point.seconds:.3f}",
-            f"{point.seconds / point.rows * 1e6:.1f}",
+            f"{point.us_per_row:.1f}",
             f"{point.held_mb:.0f}",
             f"+ {point.growth_mb:.1f}",
         ]

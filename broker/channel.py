@@ -9,7 +9,7 @@ writes for itself.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import logging
 import time
 from collections import deque
@@ -31,6 +31,8 @@ log = logging.getLogger("rolloutbus.broker")
 Buffer = bytes | memoryview
 # Below this size one copy is cheaper than another buffer in the write.
 JOIN_BELOW = 16_384
+# It keeps nothing between calls, and making one for each command would be felt.
+_BACKOFF = ExponentialWithJitterBackoff(cap=1.0, base=0.02)
 
 
 class Payload(NamedTuple):
@@ -105,7 +107,6 @@ class Channel(asyncio.BufferedProtocol):
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._small = SmallReplies()
-        self._large: LargeReplies | None = None
         self._replies: SmallReplies | LargeReplies = self._small
         self._pending: deque[_Request] = deque()
         self._outgoing: list[Buffer] = []
@@ -173,8 +174,9 @@ class Channel(asyncio.BufferedProtocol):
             raise self._broken or ClosedError("this connection to the broker is not open; connect first")
         # Packed at once, so that what cannot be sent is its sender's error and disturbs nobody else's replies.
         packed = pack(commands)
+        # Only where no reply is out, so that none is half read.
         if not self._pending:
-            self._choose_parser(large)
+            self._replies = self._large if large else self._small
         future: asyncio.Future[list[Any]] = self._loop.create_future()
         self._pending.append(_Request(len(commands), future, self._loop.time() + self._timeout_s))
         if self._watch is None:
@@ -186,11 +188,9 @@ class Channel(asyncio.BufferedProtocol):
         self._outgoing.extend(packed)
         return future
 
-    def _choose_parser(self, large: bool) -> None:
-        # Only where no reply is out, so that none is half read.
-        if large:
-            self._large = self._large or LargeReplies()
-        self._replies = self._large if large and self._large else self._small
+    @functools.cached_property
+    def _large(self) -> LargeReplies:
+        return LargeReplies()
 
     def _flush(self) -> None:
         buffers, self._outgoing = self._outgoing, []
@@ -339,15 +339,10 @@ class Link:
 
     async def run(self, commands: Sequence[Command]) -> list[Any]:
         """Send `commands` until they are answered, over reconnects; gives up after `reconnect_timeout_s`."""
-        channel = self.current
-        if channel is not None:
-            with contextlib.suppress(BrokerUnavailableError, BrokerTimeoutError):
-                return await _when_ready(channel, commands)
         return await self.retrying(lambda channel: _when_ready(channel, commands))
 
     async def retrying(self, use: Callable[[Channel], Awaitable[list[Any]]]) -> list[Any]:
         """Call `use` with an open channel until it gets an answer; connection errors reconnect with jitter."""
-        backoff = ExponentialWithJitterBackoff(cap=1.0, base=0.02)
         started, failures = time.monotonic(), 0
         while True:
             try:
@@ -362,7 +357,7 @@ class Link:
                     ) from None
                 if failures in (1, 10) or failures % 60 == 0:
                     log.warning("%s: waiting for the broker since %.1f s (%s)", self._purpose, waited, error)
-                await asyncio.sleep(backoff.compute(min(failures, 12)))
+                await asyncio.sleep(_BACKOFF.compute(min(failures, 12)))
 
     def reset(self) -> None:
         """Drop the open channel; the next use connects again."""

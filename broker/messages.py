@@ -146,13 +146,11 @@ def parse_result(entry: bytes, fields: Sequence[bytes] | None) -> ResultEntry:
 def _words(fields: Sequence[bytes] | None) -> Mapping[bytes, bytes]:
     if not fields or len(fields) % 2:
         return {}
-    pairs = iter(fields)
-    words = {bytes(name): value for name, value in zip(pairs, pairs, strict=True)}
-    for name, value in words.items():
-        # What is large comes as a view, which only the payload may be.
-        if name != b"payload" and type(value) is not bytes:
-            words[name] = bytes(value)
-    return words
+    # What is large comes as a view, which only the payload may be.
+    names = map(bytes, fields[::2])
+    return {
+        name: value if name == b"payload" else bytes(value) for name, value in zip(names, fields[1::2], strict=True)
+    }
 
 
 # Several rows share an entry: a msgpack array of alternating padding and row payload, so that arrays inside stay

@@ -158,7 +158,8 @@ class BatchCollection:
 
     def _add_whole(self, entry: ResultEntry, results: list[Any], origin: Origin, incoming: _Incoming) -> bool:
         """The short way of a group whose rows come together and in order."""
-        in_order = entry.row_indices[-1] - entry.row_indices[0] == self._size - 1 and _ascend(entry.row_indices)
+        first = entry.group * self._size
+        in_order = entry.row_indices == tuple(range(first, first + self._size))
         if not in_order or not self._accumulator.add_group(entry.group, results):
             return False
         self._complete(entry.group, results, [origin] * self._size, incoming)
@@ -243,7 +244,3 @@ class BatchCollection:
             for entry, size in self._incoming.pop(group).entries.items()
         }
         return Handover(self.batch, shard, groups, list(entries), sum(entries.values()))
-
-
-def _ascend(indices: Sequence[int]) -> bool:
-    return list(indices) == sorted(indices)

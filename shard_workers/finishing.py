@@ -134,15 +134,18 @@ class Finisher:
     def drop(self, outgoing: Outgoing) -> None:
         """The attempt ended another way; what was not written yet is not written any more."""
         self._waiting.pop(outgoing, None)
-        self._leave(outgoing, outgoing.take(None))
+        self._take(outgoing, None)
         if not outgoing.settled.cancel() and not outgoing.settled.cancelled():
             outgoing.settled.exception()  # nobody else asks any more, and asyncio would complain
 
-    def _leave(self, outgoing: Outgoing, rows: Mapping[int, Payload]) -> None:
-        """These rows wait no longer; whoever waited for room may go on."""
+    def _take(self, outgoing: Outgoing, most: int | None) -> dict[int, Payload]:
+        """Rows that wait no longer; whoever waited for room may go on."""
+        before = outgoing.size
+        rows = outgoing.take(most)
         if not outgoing.whole:
-            self._waiting_bytes -= sum([payload.size for payload in rows.values()])
+            self._waiting_bytes -= before - outgoing.size
             self._give_room()
+        return rows
 
     def _give_room(self) -> None:
         """Let those who wait for room go on, oldest first, one a tick: the row that one of them has ready counts for
@@ -179,8 +182,7 @@ class Finisher:
 
     def _next_of(self, outgoing: Outgoing) -> _Write:
         """What goes in one step; of large rows only the first, so that they flow while the rest is being written."""
-        rows = outgoing.take(None if outgoing.whole else STEP_BYTES)
-        self._leave(outgoing, rows)
+        rows = self._take(outgoing, None if outgoing.whole else STEP_BYTES)
         if outgoing.rows:
             self._enqueue(outgoing)
         timing = str if outgoing.rows or outgoing.missing > 0 else outgoing.timing
@@ -208,9 +210,9 @@ class Finisher:
             if write.acceptance.finish:
                 outgoing.settled.set_result(None)
         elif answer.status == "duplicate":
-            again = {at: payload for at, payload in write.rows.items() if at not in answer.seen}
-            outgoing.put_back(again)
-            self._waiting_bytes += 0 if outgoing.whole else sum(payload.size for payload in again.values())
+            before = outgoing.size
+            outgoing.put_back({at: payload for at, payload in write.rows.items() if at not in answer.seen})
+            self._waiting_bytes += 0 if outgoing.whole else outgoing.size - before
             if outgoing.ready:
                 self._enqueue(outgoing)
         elif answer.status == "incomplete":

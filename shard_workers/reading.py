@@ -84,9 +84,9 @@ class GroupReader:
         count = min(free, 1 + self._short_ended, MOST_AT_ONCE)
         self._short_ended = 0
         # A read that waits asks for one: others wait for the same queue, and may be idler.
-        return (await self._ask(channel, count, None) if count > 1 else []) or await self._ask(
-            channel, 1, int(self._settings.block_s * 1000)
-        )
+        if count > 1 and (found := await self._ask(channel, count, None)):
+            return found
+        return await self._ask(channel, 1, int(self._settings.block_s * 1000))
 
     async def _ask(self, channel: Channel, count: int, block_ms: int | None) -> list[RawEntry]:
         if self._stopped:
