@@ -2,7 +2,7 @@
 
 from .accumulator import MissingRowsError, PromptGroupAccumulator
 from .collection import BatchCollection, Sink
-from .groups import CompletedGroup, GroupFailure, Origin
+from .groups import CompletedGroup, GroupFailure, Origin, PackedGroup, PackedRow
 from .merging import SourceFailedError, merge_shard_streams
 from .reader import Collector
 from .timing import merge_timing_metrics
@@ -14,6 +14,8 @@ __all__ = [
     "GroupFailure",
     "MissingRowsError",
     "Origin",
+    "PackedGroup",
+    "PackedRow",
     "PromptGroupAccumulator",
     "Sink",
     "SourceFailedError",

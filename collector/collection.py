@@ -12,30 +12,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..broker import codec
-from ..broker.errors import BatchCancelledError, BatchError, DecodeError
+from ..broker.errors import BatchCancelledError, BatchError
 from ..broker.intervals import IntervalUnion
 from ..broker.messages import Failure, ForeignEntryError, ResultEntry, unframe
 from .accumulator import PromptGroupAccumulator
-from .groups import CompletedGroup, GroupFailure, Origin
+from .groups import GroupFailure, Origin, PackedGroup
 from .timing import TimingLedger
 
 log = logging.getLogger("rolloutbus.collector")
 
-GroupOutcome = CompletedGroup | GroupFailure
+GroupOutcome = PackedGroup | GroupFailure
 # Entries of an abandoned batch that are deleted in one step.
 _LEFT_AT_ONCE = 500
 
 
 @dataclass(slots=True)
 class Sink:
-    """Where a batch's outcomes go. `on_row(row_index, result, group it completes or None)` is called as rows come,
-    where rows are wanted.
+    """Where a batch's outcomes go. `on_row(row_index, packed result, group it completes or None)` is called as rows
+    come, where rows are wanted.
     """
 
     on_group: Callable[[GroupOutcome], None]
     on_error: Callable[[BaseException], None]
-    on_row: Callable[[int, Any, int | None], None] | None = None
+    on_row: Callable[[int, memoryview, int | None], None] | None = None
     is_over: Callable[[], bool] = bool
 
 
@@ -140,13 +139,11 @@ class BatchCollection:
     def _add_rows(self, entry: ResultEntry, incoming: _Incoming) -> None:
         origin = Origin(entry.instance, entry.attempt)
         try:
-            results = [codec.decode(view) for view in unframe(entry.payload)]
+            results = unframe(entry.payload)
             if len(results) != len(entry.row_indices):
-                raise DecodeError(f"it holds {len(results)} results for {len(entry.row_indices)} rows")
-            if any(result is None for result in results):
-                raise DecodeError("it holds None for a result")
+                raise ForeignEntryError(f"it holds {len(results)} results for {len(entry.row_indices)} rows")
             self.timing.note(entry.instance, entry.timing)
-        except (DecodeError, ForeignEntryError) as error:
+        except ForeignEntryError as error:
             self._sink.on_error(
                 BatchError(f"the results of group {entry.group} (entry {entry.entry}) cannot be read: {error}")
             )
@@ -156,7 +153,7 @@ class BatchCollection:
         for row_index, result in zip(entry.row_indices, results, strict=True):
             self._add_row(row_index, result, origin, incoming)
 
-    def _add_whole(self, entry: ResultEntry, results: list[Any], origin: Origin, incoming: _Incoming) -> bool:
+    def _add_whole(self, entry: ResultEntry, results: list[memoryview], origin: Origin, incoming: _Incoming) -> bool:
         """The short way of a group whose rows come together and in order."""
         first = entry.group * self._size
         in_order = entry.row_indices == tuple(range(first, first + self._size))
@@ -165,7 +162,7 @@ class BatchCollection:
         self._complete(entry.group, results, [origin] * self._size, incoming)
         return True
 
-    def _add_row(self, row_index: int, result: Any, origin: Origin, incoming: _Incoming) -> None:
+    def _add_row(self, row_index: int, result: memoryview, origin: Origin, incoming: _Incoming) -> None:
         if self._accumulator.has(row_index):
             self.duplicate_rows += 1
             return
@@ -179,14 +176,14 @@ class BatchCollection:
             origins = [incoming.origins[index] for index in range(first, first + self._size)]
             self._complete(group, results, origins, incoming)
 
-    def _complete(self, group: int, results: list[Any], origins: list[Origin], incoming: _Incoming) -> None:
+    def _complete(self, group: int, results: list[memoryview], origins: list[Origin], incoming: _Incoming) -> None:
         self.completed += 1
         first = group * self._size
         for label in {origin.instance for origin in origins}:
             self.timing.count_group(label)
         self.collecting.add(incoming.since, time.monotonic())
         rows = self._rows[first : first + self._size]
-        self._sink.on_group(CompletedGroup(f"{self.batch}:{group}", group, rows, results, origins))
+        self._sink.on_group(PackedGroup(self.batch, group, rows, results, origins))
 
     def _fail(self, entry: ResultEntry) -> None:
         if self._accumulator.has_ended(entry.group):

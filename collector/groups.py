@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..broker.errors import GroupFailedError
+from ..broker import codec
+from ..broker.errors import BatchError, DecodeError, GroupFailedError
 from ..broker.messages import Failure
 
 
@@ -26,6 +27,52 @@ class CompletedGroup:
     rows: Sequence[dict[str, Any]]
     results: Sequence[Any]
     origins: Sequence[Origin]
+
+
+class PackedRow(NamedTuple):
+    """A row's result as it came. Whoever takes it unpacks it: what waits stays small, and numbers are made where they
+    are used, and live no longer than that.
+    """
+
+    batch: str
+    row_index: int
+    payload: memoryview
+
+    @property
+    def size(self) -> int:
+        return len(self.payload)
+
+    def opened(self) -> tuple[int, Any]:
+        """The row's index and result; raises `BatchError` for one that nobody can read."""
+        try:
+            result = codec.decode(self.payload)
+        except DecodeError as error:
+            raise BatchError(
+                f"the result of row {self.row_index} of batch {self.batch} cannot be read: {error}"
+            ) from None
+        if result is None:
+            raise BatchError(f"the result of row {self.row_index} of batch {self.batch} is None; it must be a value")
+        return self.row_index, result
+
+
+class PackedGroup(NamedTuple):
+    """A whole group with its results as they came."""
+
+    batch: str
+    group_index: int
+    rows: Sequence[dict[str, Any]]
+    payloads: Sequence[memoryview]
+    origins: Sequence[Origin]
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.payloads))
+
+    def opened(self) -> CompletedGroup:
+        """The group for its taker; raises `BatchError` where a result cannot be read."""
+        first = self.group_index * len(self.payloads)
+        results = [PackedRow(self.batch, first + at, payload).opened()[1] for at, payload in enumerate(self.payloads)]
+        return CompletedGroup(f"{self.batch}:{self.group_index}", self.group_index, self.rows, results, self.origins)
 
 
 @dataclass(frozen=True, slots=True)

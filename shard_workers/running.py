@@ -64,7 +64,12 @@ async def _give_on(
             failed = result if failed is None else failed
             if not independent:
                 break
-        elif (room := on_result(position, result)) is not None:
+            continue
+        room = on_result(position, result)
+        # Handed on: a group that waits does not keep its last row's numbers alive, which would push others out of the
+        # processor's cache.
+        del item, result
+        if room is not None:
             await room
         elif time.monotonic() > give_way_at:
             await asyncio.sleep(0)

@@ -10,12 +10,15 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar, cast
 
-from ..broker.errors import BatchCancelledError, BrokerUnavailableError, ClosedError, RolloutBusError
+from ..broker.errors import BatchCancelledError, BatchError, BrokerUnavailableError, ClosedError, RolloutBusError
 from ..collector import CompletedGroup, GroupFailure
 from .engine import Engine
 from .session import BatchCounts, Delivered, Ended, Session
 
 log = logging.getLogger("rolloutbus.trainer")
+
+# Unpacking takes the event loop: after so many bytes without a wait the loop's other tasks have their turn.
+UNPACKED_AT_ONCE = 128 * 1024
 
 OnFailure = Literal["raise", "yield"]
 Item = TypeVar("Item")
@@ -35,6 +38,7 @@ class Batch(Generic[Item]):
         self._on_failure = on_failure
         self._prefix = prefix
         self._owed: list[int] = []
+        self._unpacked = 0
         self._over = False
         self._outcome: BaseException | None = None
         self._cancel_when_lost = weakref.finalize(self, _cancel_soon, engine, session)
@@ -80,9 +84,15 @@ class Batch(Generic[Item]):
         self._acknowledge()
         if self._over:
             raise self._outcome or StopAsyncIteration
+        if self._unpacked >= UNPACKED_AT_ONCE:
+            self._unpacked = 0
+            await asyncio.sleep(0)
         parcel = await self._session.outbox.get()
         if isinstance(parcel, Delivered):
-            return await self._open(parcel)
+            try:
+                return self._open(parcel)
+            except BatchError as error:
+                parcel = Ended(error)
         # For whoever else waits.
         self._session.outbox.put(parcel)
         await self._finish(parcel)
@@ -102,18 +112,25 @@ class Batch(Generic[Item]):
             owed, self._owed = self._owed, []
             self._engine.post(_hand_over, self._engine, self._session.batch, owed)
 
-    async def _open(self, parcel: Delivered) -> Item:
+    def _open(self, parcel: Delivered) -> Item:
+        value = parcel.value
+        if isinstance(value, GroupFailure):
+            if self._on_failure == "raise":
+                raise value.error()
+            opened: Any = value
+        else:
+            opened = value.opened()
+            self._unpacked += value.size
         if parcel.acknowledges is not None:
             self._owed.append(parcel.acknowledges)
-        if isinstance(parcel.value, GroupFailure) and self._on_failure == "raise":
-            await self.cancel()
-            raise parcel.value.error()
-        return cast(Item, parcel.value)
+        return cast(Item, opened)
 
     async def _finish(self, parcel: Ended) -> None:
         await self._end(parcel.error)
-        if parcel.error is not None:
-            raise parcel.error
+        # What ended the batch for another consumer a moment ago ends it for this one too.
+        error = parcel.error or self._outcome
+        if error is not None:
+            raise error
 
     async def _end(self, outcome: BaseException | None) -> None:
         """End the batch on the broker, once; `outcome` is what asking for more raises from now on."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..broker.channel import Channel, Link
 from ..broker.client_transitions import Books, ClientTransitions
 from ..broker.errors import BatchCancelledError, BatchError, BooksError, UnknownBatchError
-from ..collector import BatchCollection, Collector, CompletedGroup, GroupFailure, Sink
+from ..collector import BatchCollection, Collector, GroupFailure, PackedGroup, PackedRow, Sink
 from ..collector.sweep import Watched, outline
 from ..collector.timing import COUNTERS
 from ..producer import Producer, PromptGroup, Publication
@@ -32,7 +32,7 @@ class BatchCounts(NamedTuple):
 class Delivered(NamedTuple):
     """One item for the consumer, and the group that may go from the broker once the consumer asks for the next one."""
 
-    value: Any
+    value: PackedGroup | PackedRow | GroupFailure
     acknowledges: int | None
 
 
@@ -90,22 +90,22 @@ def new_session(
     """A batch that is ready to be published."""
     outbox: Outbox[Parcel] = Outbox()
     publication = Publication(batch, groups, num_generations)
-    sink = _sink(outbox, rows_mode)
+    sink = _sink(batch, outbox, rows_mode)
     collection = BatchCollection(batch, rows, num_generations, [group.shard for group in groups], sink)
     # The sink needs the collection to know when the last group came, and the collection needs its sink first.
     sink.is_over = lambda: collection.all_ended
     return Session(publication, collection, outbox, rows_mode)
 
 
-def _sink(outbox: Outbox[Parcel], rows_mode: bool) -> Sink:
-    def on_group(outcome: CompletedGroup | GroupFailure) -> None:
-        if not (rows_mode and isinstance(outcome, CompletedGroup)):
+def _sink(batch: str, outbox: Outbox[Parcel], rows_mode: bool) -> Sink:
+    def on_group(outcome: PackedGroup | GroupFailure) -> None:
+        if not (rows_mode and isinstance(outcome, PackedGroup)):
             outbox.put(Delivered(outcome, outcome.group_index))
         if sink.is_over():
             outbox.put(Ended(None))
 
-    def on_row(row_index: int, result: Any, group: int | None) -> None:
-        outbox.put(Delivered((row_index, result), group))
+    def on_row(row_index: int, result: memoryview, group: int | None) -> None:
+        outbox.put(Delivered(PackedRow(batch, row_index, result), group))
 
     def on_error(error: BaseException) -> None:
         outbox.put(Ended(error))

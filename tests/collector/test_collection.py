@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rolloutbus.broker import codec
 from rolloutbus.broker.errors import BatchCancelledError, BatchError
 from rolloutbus.broker.messages import Failure, ForeignEntryError, ResultEntry
-from rolloutbus.collector import BatchCollection, CompletedGroup, GroupFailure, Origin, Sink
+from rolloutbus.collector import BatchCollection, CompletedGroup, GroupFailure, Origin, PackedGroup, PackedRow, Sink
 
 from tests.entries import rows_payload
 
@@ -26,12 +27,15 @@ class Desk:
         self.errors: list[BaseException] = []
         self.rows: list[tuple[int, Any, int | None]] = []
         shards = ["even" if at % 2 == 0 else "odd" for at in range(groups)]
-        sink = Sink(self.groups.append, self.errors.append, self._on_row if rows_wanted else None)
+        sink = Sink(self._on_group, self.errors.append, self._on_row if rows_wanted else None)
         self.mine: Sequence[dict[str, Any]] = [{"n": at} for at in range(groups * SIZE)]
         self.collection = BatchCollection("b", self.mine, SIZE, shards, sink)
 
-    def _on_row(self, row_index: int, result: Any, group: int | None) -> None:
-        self.rows.append((row_index, result, group))
+    def _on_group(self, outcome: PackedGroup | GroupFailure) -> None:
+        self.groups.append(outcome.opened() if isinstance(outcome, PackedGroup) else outcome)
+
+    def _on_row(self, row_index: int, result: memoryview, group: int | None) -> None:
+        self.rows.append((*PackedRow("b", row_index, result).opened(), group))
 
 
 def rows_entry(
@@ -126,19 +130,28 @@ def test_an_entry_whose_results_do_not_match_its_rows_ends_the_batch_with_an_err
     assert "group 0 (entry 7-0)" in str(error)
 
 
-def test_an_entry_that_holds_none_for_a_result_ends_the_batch_with_an_error() -> None:
-    desk = Desk()
-    payload = rows_payload([{"i": 0}, None]).joined()
-    desk.collection.add(ResultEntry("7-0", "rows", "b", 0, (0, 1), 1, "s", "", payload))
-    (error,) = desk.errors
-    assert isinstance(error, BatchError)
-    assert "None" in str(error)
-
-
-def test_a_payload_that_cannot_be_read_ends_the_batch_with_an_error() -> None:
+def test_a_payload_that_is_not_framed_as_one_ends_the_batch_with_an_error() -> None:
     desk = Desk()
     desk.collection.add(ResultEntry("7-0", "rows", "b", 0, (0,), 1, "s", "", b"\xdd\xff"))
     assert "cannot be read" in str(desk.errors[0])
+
+
+@pytest.mark.parametrize(
+    ("payload", "complaint"),
+    [
+        (b"".join(codec.encode(None)), "the result of row 3 of batch b is None; it must be a value"),
+        (b"nonsense", "the result of row 3 of batch b cannot be read: payload"),
+    ],
+)
+def test_a_result_that_is_none_or_cannot_be_read_is_an_error_of_whoever_unpacks_it(
+    payload: bytes, complaint: str
+) -> None:
+    good = b"".join(codec.encode({"i": 2}))
+    group = PackedGroup("b", 1, [{}, {}], [memoryview(good), memoryview(payload)], [Origin("s", 1)] * 2)
+    assert group.size == len(good) + len(payload)
+    with pytest.raises(BatchError) as raised:
+        group.opened()
+    assert str(raised.value).startswith(complaint)
 
 
 def test_a_failed_group_is_a_failure_with_all_that_is_known() -> None:

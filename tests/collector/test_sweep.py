@@ -14,7 +14,7 @@ from rolloutbus.broker.errors import NoInstanceError, UnknownBatchError
 from rolloutbus.broker.keys import Keys
 from rolloutbus.broker.messages import Failure
 from rolloutbus.broker.settings import BrokerSettings
-from rolloutbus.collector import BatchCollection, CompletedGroup, GroupFailure, Sink
+from rolloutbus.collector import BatchCollection, GroupFailure, PackedGroup, Sink
 from rolloutbus.collector import sweep as sweep_module
 from rolloutbus.collector.sweep import GroupState, Sweeper, Watched, outline, parse_state
 
@@ -86,7 +86,7 @@ class Desk:
         self.clock = Clock()
         monkeypatch.setattr(sweep_module, "time", self.clock)
         self.broker = Broker()
-        self.groups: list[CompletedGroup | GroupFailure] = []
+        self.groups: list[PackedGroup | GroupFailure] = []
         self.errors: list[BaseException] = []
         sink = Sink(self.groups.append, self.errors.append)
         self.collection = BatchCollection("b", [{"n": at} for at in range(4)], 2, ["s", "s"], sink)

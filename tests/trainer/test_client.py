@@ -7,10 +7,9 @@ import threading
 from typing import Any
 
 import pytest
+from rolloutbus.broker import codec
 from rolloutbus.broker.embedded import EmbeddedBroker
-from rolloutbus.broker.errors import (
-    RouteError,
-)
+from rolloutbus.broker.errors import BatchError, RouteError
 from rolloutbus.trainer import BatchCounts, CompletedGroup, GroupFailure, RolloutClient
 
 from tests.stacks import (
@@ -105,6 +104,56 @@ async def test_batches_run_side_by_side_and_a_paused_one_blocks_no_other(stack: 
         first = await anext(paused)
         check_groups(await groups_of(moving), 30)
         check_groups([first, *await groups_of(paused)], 10)
+
+
+class Sealed:
+    """Travels, and is never unpacked again."""
+
+
+def refuse(value: Any) -> Sealed:
+    raise ValueError(f"no way back from {value!r}")
+
+
+@within(20)
+async def test_a_result_that_cannot_be_read_ends_its_batch_for_all_who_wait_and_no_other(stack: Stack) -> None:
+    codec.register(Sealed, lambda _: "sealed", refuse)
+
+    async def rollout(row: Row) -> Row:
+        return {"row": row["_rowidx"], "value": Sealed() if row.get("sealed") else None}
+
+    await stack.worker(EachRow(rollout))
+    client = await stack.connected()
+    async with client.run_groups(rows_of(4), 2) as other, client.run_groups(rows_of(1, sealed=True), 2) as batch:
+        ends = await asyncio.gather(anext(batch), anext(batch), return_exceptions=True)
+        assert all(isinstance(end, BatchError) for end in ends), ends
+        assert any(f"row 0 of batch {batch.id} cannot be read" in str(end) for end in ends)
+        with pytest.raises(BatchError, match="no way back from 'sealed'"):
+            await anext(batch)
+        assert len(await groups_of(other)) == 4
+    assert stack.keys_of(batch.id) == []
+
+
+@within(20)
+async def test_unpacking_what_has_come_leaves_other_tasks_their_turns(stack: Stack) -> None:
+    async def rollout(row: Row) -> Row:
+        return {"row": row["_rowidx"], "text": "x" * 100_000}
+
+    await stack.worker(EachRow(rollout))
+    client = await stack.connected()
+    turns = 0
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with client.run_groups(rows_of(10), 2) as batch:
+        await until(lambda: batch.counts.completed == 10)
+        others = asyncio.create_task(take_turns())
+        assert len(await groups_of(batch)) == 10
+        assert turns >= 9
+        others.cancel()
 
 
 @within(30)
