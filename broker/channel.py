@@ -36,16 +36,14 @@ _BACKOFF = ExponentialWithJitterBackoff(cap=1.0, base=0.02)
 
 
 class Payload(NamedTuple):
-    """One binary argument in several buffers, written one after the other without being joined."""
+    """One binary argument in several buffers of bytes, written one after the other without being joined."""
 
     buffers: Sequence[Buffer]
     size: int
 
     @classmethod
     def of(cls, buffers: Sequence[Buffer]) -> Payload:
-        if len(buffers) == 1:
-            return cls(buffers, memoryview(buffers[0]).nbytes)
-        return cls(buffers, sum([memoryview(buffer).nbytes for buffer in buffers]))
+        return cls(buffers, sum(map(len, buffers)))
 
     def joined(self) -> bytes:
         return b"".join(self.buffers)
@@ -81,7 +79,7 @@ def _pack_with_payload(command: Command, payload: Payload, small: list[bytes], o
         small.extend(payload.buffers)  # pyright: ignore[reportArgumentType]
     else:
         for buffer in payload.buffers:
-            if memoryview(buffer).nbytes < JOIN_BELOW:
+            if len(buffer) < JOIN_BELOW:
                 small.append(bytes(buffer))
                 continue
             if small:

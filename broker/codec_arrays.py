@@ -28,7 +28,6 @@ _TORCH_DTYPE = re.compile(
     r"bool|u?int(?:8|16|32|64)|b?float16|float(?:32|64)|complex(?:32|64|128)"
     r"|float8_(?:e4m3fn|e4m3fnuz|e5m2|e5m2fnuz|e8m0fnu)"
 )
-_PLAIN_CHARS = frozenset("?bBhHiIlLqQefd")
 _STRING_SCALARS = {"U": "str_", "S": "bytes_"}
 
 
@@ -83,10 +82,8 @@ def array_bytes(array: NDArray[Any]) -> memoryview:
     """The array's bytes in C order; a view wherever the array is contiguous already."""
     if not array.flags.c_contiguous:
         array = array.copy(order="C")
-    if array.ndim == 1 and array.dtype.char in _PLAIN_CHARS and array.dtype.isnative:
-        # Three times as fast as numpy's way, and it knows only the plain numbers.
-        return memoryview(array).cast("B")
-    return array.reshape(-1).view("u1").data
+    flat = array if array.ndim == 1 else array.reshape(-1)
+    return flat.view("u1").data
 
 
 def scalar_parts(scalar: np.generic) -> tuple[str, bytes]:
@@ -117,24 +114,25 @@ def tensor_parts(tensor: Any) -> tuple[str, tuple[int, ...], Any]:
     return name, tuple(tensor.shape), raw
 
 
-def byte_size(token: str, shape: tuple[int, ...], *, of_tensor: bool) -> int:
-    """How many bytes the array must have; a DecodeError for an unknown dtype."""
-    itemsize = _torch_dtype(token).itemsize if of_tensor else _dtype_of(token).itemsize
-    return math.prod(shape) * itemsize
-
-
-def make_array(token: str, shape: tuple[int, ...], raw: memoryview | bytes, *, writable: bool) -> NDArray[Any]:
-    """A numpy array over `raw`, read-only unless `writable` asks for a copy."""
+def make_array(token: str, shape: list[int], raw: memoryview | bytes) -> NDArray[Any]:
+    """A read-only numpy array over `raw`."""
     numpy = _library("numpy")
     dtype = _dtype_of(token)
+    _check_size(token, shape, raw, dtype.itemsize)
     try:
         # Not `ndarray` with a buffer, which looks through a memoryview and forgets that it has one: the memory would be
         # taken for free while the array lives. An empty one has none.
         flat = numpy.frombuffer(raw, dtype) if len(raw) else numpy.ndarray(0, dtype, b"")
-        array: NDArray[Any] = flat.reshape(shape)
+        return flat if len(shape) == 1 else flat.reshape(shape)
     except (ValueError, TypeError, OverflowError) as error:
-        raise DecodeError(f"payload holds an array of shape {shape!r:.200}, which numpy refuses: {error}") from None
-    return array.copy() if writable else array
+        raise DecodeError(
+            f"payload holds an array of shape {tuple(shape)!r:.200}, which numpy refuses: {error}"
+        ) from None
+
+
+def _check_size(token: str, shape: list[int], raw: memoryview | bytes, itemsize: int) -> None:
+    if len(raw) != math.prod(shape) * itemsize:
+        raise DecodeError(f"payload holds an array of shape {tuple(shape)!r:.200} and {token} whose bytes do not match")
 
 
 def make_scalar(token: str, raw: bytes) -> Any:
@@ -148,16 +146,19 @@ def make_scalar(token: str, raw: bytes) -> Any:
     return numpy.frombuffer(raw, dtype)[0]
 
 
-def make_tensor(token: str, shape: tuple[int, ...], raw: memoryview | bytes) -> Any:
+def make_tensor(token: str, shape: list[int], raw: memoryview | bytes) -> Any:
     """A CPU tensor that owns its memory."""
     torch = _library("torch")
     dtype = _torch_dtype(token)
+    _check_size(token, shape, raw, dtype.itemsize)
     try:
         # A bytearray of its own: torch warns about, and may write through, a buffer that is read-only.
         flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
         return flat.view(dtype).reshape(shape)
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
-        raise DecodeError(f"payload holds a tensor of shape {shape!r:.200}, which torch refuses: {error}") from None
+        raise DecodeError(
+            f"payload holds a tensor of shape {tuple(shape)!r:.200}, which torch refuses: {error}"
+        ) from None
 
 
 def _torch_dtype(token: str) -> Any:

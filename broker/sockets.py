@@ -41,22 +41,22 @@ class SocketTransport:
         self._loop = asyncio.get_running_loop()
         self._socket = sock
         self._receiver = receiver
-        self._queue: deque[memoryview] = deque()
+        self._queue: deque[bytes | memoryview] = deque()
         self._queued = 0
         self._paused = False
         self._closed = False
         self._loop.add_reader(sock.fileno(), self._read)
 
     def writelines(self, buffers: Sequence[bytes | memoryview]) -> None:
-        """Write now what the kernel takes, the rest as it makes room; the buffers must not change until then."""
+        """Write now what the kernel takes, the rest as it makes room; the buffers, of bytes, must not change until
+        then.
+        """
         if self._closed:
             return
         idle = not self._queue
-        for buffer in buffers:
-            view = memoryview(buffer)
-            if view.nbytes:
-                self._queue.append(view.cast("B") if view.format != "B" or view.ndim != 1 else view)
-                self._queued += view.nbytes
+        # An empty one would never count as sent.
+        self._queue.extend(filter(len, buffers))
+        self._queued += sum(map(len, buffers))
         if idle and self._queue:
             self._write()
             if self._queue:
@@ -88,10 +88,10 @@ class SocketTransport:
         self._queued -= sent
         while sent:
             head = self._queue[0]
-            if sent < head.nbytes:
-                self._queue[0] = head[sent:]
+            if sent < len(head):
+                self._queue[0] = memoryview(head)[sent:]
                 return
-            sent -= head.nbytes
+            sent -= len(head)
             self._queue.popleft()
 
     def _read(self) -> None:

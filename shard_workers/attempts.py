@@ -60,17 +60,8 @@ class AttemptRunner:
         now = time.monotonic()
         timing.add("queue_wait", now - taken.queued_ms / 1000, now)
         timing.count_group()
-
-        def report() -> str:
-            timing.add("environment", now, time.monotonic())
-            return self._timing.packed(attempt.group.batch)
-
-        outgoing = self._finisher.begin(
-            attempt,
-            whole=self._settings.commit == "group",
-            timing=report,
-            missing=attempt.group.rows - len(taken.accepted),
-        )
+        missing = attempt.group.rows - len(taken.accepted)
+        outgoing = self._finisher.begin(attempt, whole=self._settings.commit == "group", missing=missing)
         try:
             return await self._run(attempt, taken, outgoing, stopped, timing)
         finally:
@@ -81,17 +72,16 @@ class AttemptRunner:
     ) -> str:
         left = self._settings.group_timeout_s - taken.age_ms / 1000
         work = asyncio.create_task(self._work(attempt, taken, outgoing, timing), name=f"group {attempt.group.group}")
-        started = time.monotonic()
-        try:
-            await asyncio.wait(
-                {work, stopped, outgoing.settled}, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED
-            )
-        finally:
-            # What ended by itself, not what gives way to the cancellation below.
-            ended = work.done()
-            if not ended:
-                await self._cancel(work, attempt)
-            timing.add("environment", started, time.monotonic())
+        with timing.going_on("environment"):
+            try:
+                await asyncio.wait(
+                    {work, stopped, outgoing.settled}, timeout=max(left, 0), return_when=asyncio.FIRST_COMPLETED
+                )
+            finally:
+                # What ended by itself, not what gives way to the cancellation below.
+                ended = work.done()
+                if not ended:
+                    await self._cancel(work, attempt)
         if stopped.done():
             return await self._stopped(attempt, stopped.result())
         if outgoing.settled.done() or (work.done() and not work.cancelled() and work.exception() is None):
@@ -158,14 +148,13 @@ class AttemptRunner:
 
     async def _settled(self, attempt: Attempt, taken: Taken, outgoing: Outgoing, timing: BatchTiming) -> str:
         """Everything is handed to the finisher: wait for the broker's word, which comes or the connection gives up."""
-        started = time.monotonic()
         try:
-            await outgoing.settled
+            with timing.going_on("publish"):
+                await outgoing.settled
         except LostAttemptError as error:
             return "gone" if str(error) == "gone" else "lost"
         except RolloutBusError as error:
             return await self._failed(attempt, taken, error)
-        timing.add("publish", started, time.monotonic())
         return "done"
 
     async def _stopped(self, attempt: Attempt, why: str) -> str:

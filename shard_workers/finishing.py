@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from ..broker.channel import Payload
 from ..broker.errors import RolloutBusError
 from ..broker.messages import frame
 from ..broker.worker_transitions import Acceptance, Accepted, Attempt, Rows, WorkerTransitions
+from .timing import InstanceTiming
 
 ENTRY_BYTES = 1 << 20
 # A step is one transaction: the server runs it whole, so a group of large rows goes in several.
@@ -49,7 +50,6 @@ class Outgoing:
     rows: dict[int, Payload] = field(default_factory=dict[int, Payload])
     size: int = 0
     complete: bool = False
-    timing: Callable[[], str] = str
     # Rows that have not been added yet; the instance's times travel with the last one.
     missing: int = 0
     age: int = 0
@@ -90,14 +90,17 @@ class _Write(NamedTuple):
 
     outgoing: Outgoing
     rows: dict[int, Payload]
+    entries: list[Rows]
     acceptance: Acceptance
+    has_last_row: bool
 
 
 class Finisher:
     """Accepts rows one by one, writes them together."""
 
-    def __init__(self, transitions: WorkerTransitions) -> None:
+    def __init__(self, transitions: WorkerTransitions, timing: InstanceTiming) -> None:
         self._transitions = transitions
+        self._timing = timing
         self._waiting: dict[Outgoing, None] = {}
         self._waiting_bytes = 0
         # By age of their attempts: the oldest group goes on first, so that groups end one after another, not all at
@@ -106,10 +109,10 @@ class Finisher:
         self._numbers = itertools.count()
         self._wake = asyncio.Event()
 
-    def begin(self, attempt: Attempt, *, whole: bool, timing: Callable[[], str], missing: int) -> Outgoing:
+    def begin(self, attempt: Attempt, *, whole: bool, missing: int) -> Outgoing:
         """Announce an attempt; `whole` holds its `missing` rows back until the group is complete."""
         settled = asyncio.get_running_loop().create_future()
-        return Outgoing(attempt, settled, whole, timing=timing, missing=missing, age=next(self._numbers))
+        return Outgoing(attempt, settled, whole, missing=missing, age=next(self._numbers))
 
     def add(self, outgoing: Outgoing, position: int, payload: Payload) -> asyncio.Future[None] | None:
         """A row is finished; gives what to wait for before the next one, where too much is on its way already."""
@@ -178,16 +181,26 @@ class Finisher:
             before = outgoing.size
             writes.append(self._next_of(outgoing))
             size += before - outgoing.size
+        self._tell_times(writes)
         return writes
+
+    def _tell_times(self, writes: Sequence[_Write]) -> None:
+        """The instance's times of a batch go with the last group of it that ends in this write: they count up, so what
+        the others would say is said there.
+        """
+        last = {write.outgoing.attempt.group.batch: write.entries for write in writes if write.has_last_row}
+        for batch, entries in last.items():
+            entries[-1] = entries[-1]._replace(timing=self._timing.packed(batch))
 
     def _next_of(self, outgoing: Outgoing) -> _Write:
         """What goes in one step; of large rows only the first, so that they flow while the rest is being written."""
         rows = self._take(outgoing, None if outgoing.whole else STEP_BYTES)
         if outgoing.rows:
             self._enqueue(outgoing)
-        timing = str if outgoing.rows or outgoing.missing > 0 else outgoing.timing
+        entries = [Rows(tuple(chunk), frame(list(chunk.values()))) for chunk in _chunks(rows)]
         finish = outgoing.complete and not outgoing.rows
-        return _Write(outgoing, rows, Acceptance(outgoing.attempt, _share(rows, timing), finish))
+        has_last_row = bool(rows) and not outgoing.rows and outgoing.missing <= 0
+        return _Write(outgoing, rows, entries, Acceptance(outgoing.attempt, entries, finish), has_last_row)
 
     async def _write(self, writes: list[_Write]) -> None:
         try:
@@ -224,15 +237,8 @@ class Finisher:
             outgoing.give_up(LostAttemptError(answer.status))
 
 
-def _share(rows: dict[int, Payload], timing: Callable[[], str]) -> list[Rows]:
-    """Rows as entries of up to ENTRY_BYTES; the last one carries the instance's times where there are any to tell."""
-    entries = [Rows(tuple(chunk), frame(list(chunk.values()))) for chunk in _chunks(rows)]
-    if entries:
-        entries[-1] = entries[-1]._replace(timing=timing())
-    return entries
-
-
 def _chunks(rows: dict[int, Payload]) -> list[dict[int, Payload]]:
+    """Rows as entries of up to ENTRY_BYTES."""
     chunks: list[dict[int, Payload]] = []
     size = ENTRY_BYTES
     for at, payload in rows.items():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections import OrderedDict
+from collections.abc import Generator
 
 from ..broker.intervals import IntervalUnion
 
@@ -13,16 +16,50 @@ _BATCHES_KEPT = 1024
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
+class _Busy:
+    """How long something was going on, whatever number of times at once; the clock only goes forward."""
+
+    __slots__ = ("_running", "_since", "_total")
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._since = self._total = 0.0
+
+    def begin(self, now: float) -> None:
+        if not self._running:
+            self._since = now
+        self._running += 1
+
+    def end(self, now: float) -> None:
+        self._running -= 1
+        if not self._running:
+            self._total += now - self._since
+
+    def total(self, now: float) -> float:
+        return self._total + (now - self._since if self._running else 0.0)
+
+
 class BatchTiming:
     """One instance's times in a batch. Names: queue_wait, environment, publish, await_results, postprocess_results."""
 
     def __init__(self) -> None:
+        self._busy: dict[str, _Busy] = {}
         self._spans: dict[str, IntervalUnion] = {}
         self._spent: dict[str, float] = {}
-        self._extra: dict[str, float] = {}
         self._groups = 0
 
+    @contextlib.contextmanager
+    def going_on(self, name: str) -> Generator[None]:
+        """Time that several groups share where they overlap."""
+        busy = self._busy.setdefault(name, _Busy())
+        busy.begin(time.monotonic())
+        try:
+            yield
+        finally:
+            busy.end(time.monotonic())
+
     def add(self, name: str, start: float, end: float) -> None:
+        """As `going_on`, for what is known only when it is over."""
         self._spans.setdefault(name, IntervalUnion()).add(start, end)
 
     def spend(self, name: str, seconds: float) -> None:
@@ -32,15 +69,13 @@ class BatchTiming:
     def count_group(self) -> None:
         self._groups += 1
 
-    def report(self, name: str, value: float) -> None:
-        """A number of the environment's own, already rolled up there."""
-        self._extra[name] = value
-
     def totals(self) -> dict[str, float]:
+        """Seconds by name up to now, and how many groups."""
+        now = time.monotonic()
         return {
-            **self._extra,
             **self._spent,
             **{name: span.total for name, span in self._spans.items()},
+            **{name: busy.total(now) for name, busy in self._busy.items()},
             "groups": self._groups,
         }
 

@@ -70,8 +70,8 @@ class ShardWorker:
         self._broker = settings
         self._link = Link(settings, f"worker:{label}", load_scripts)
         self._transitions = WorkerTransitions(self._link, keys, settings, self.identity)
-        self._finisher = Finisher(self._transitions)
         timing = InstanceTiming(self.identity.incarnation)
+        self._finisher = Finisher(self._transitions, timing)
         self._runner = AttemptRunner(environment, self._transitions, self._finisher, self.settings, timing)
         self._leases = LeaseKeeper(settings, keys, self.identity, self.settings.slots, self._on_lost, self._on_replaced)
         self._reader = GroupReader(settings, self._link, self._transitions, f"reader:{label}")

@@ -263,6 +263,20 @@ def test_array_bytes_are_neither_joined_on_the_way_out_nor_copied_on_the_way_in(
         assert offset % 16 == 0
 
 
+def test_buffers_are_of_bytes_whatever_stands_in_the_arrays() -> None:
+    """Whoever writes them takes their length for their size."""
+    arrays = [
+        np.zeros((50, 60), dtype=np.float64),
+        np.zeros((50, 60, 3), dtype=np.float16).transpose(),
+        np.zeros(3000, dtype=">i4"),
+        np.zeros(3000, dtype="M8[ns]"),
+        np.zeros(3000, dtype="U7"),
+        np.zeros((2000, 1), dtype=bool)[::-1],
+    ]
+    views = [buffer for buffer in codec.encode(arrays) if isinstance(buffer, memoryview)]
+    assert [(view.format, view.ndim, len(view)) for view in views] == [("B", 1, array.nbytes) for array in arrays]
+
+
 @pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])
 def test_every_kind_of_payload_decodes_to_read_only_arrays(wrap: Any) -> None:
     got = codec.decode(wrap(joined([np.arange(1000), np.arange(3)])))

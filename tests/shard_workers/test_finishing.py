@@ -21,6 +21,7 @@ from rolloutbus.shard_workers.finishing import (
     LostAttemptError,
     Outgoing,
 )
+from rolloutbus.shard_workers.timing import InstanceTiming
 
 LIMIT_S = 10
 Answering = Callable[[Sequence[Acceptance]], Awaitable[list[Accepted]]]
@@ -51,14 +52,18 @@ class Desk:
 
     def __init__(self) -> None:
         self.broker = Broker()
-        self.finisher = Finisher(self.broker)  # pyright: ignore[reportArgumentType]
+        self.finisher = Finisher(self.broker, InstanceTiming("me"))  # pyright: ignore[reportArgumentType]
 
-    def begin(self, group: int = 0, *, whole: bool = False, rows: int = 4) -> Outgoing:
-        attempt = Attempt(GroupEntry("1-0", "b", group, "c", "a", rows, group * rows, b""), f"token{group}", 1)
-        return self.finisher.begin(attempt, whole=whole, timing=lambda: "times", missing=rows)
+    def begin(self, group: int = 0, *, whole: bool = False, rows: int = 4, batch: str = "b") -> Outgoing:
+        attempt = Attempt(GroupEntry("1-0", batch, group, "c", "a", rows, group * rows, b""), f"token{group}", 1)
+        return self.finisher.begin(attempt, whole=whole, missing=rows)
 
     def positions(self) -> list[list[tuple[int, ...]]]:
         return [[acceptance.positions for acceptance in write] for write in self.broker.writes]
+
+    def times_told(self) -> list[list[bool]]:
+        """By write, whether its entries tell the instance's times."""
+        return [[bool(rows.timing) for step in write for rows in step.rows] for write in self.broker.writes]
 
 
 @pytest.fixture
@@ -139,7 +144,7 @@ async def test_the_times_travel_with_the_last_row_even_when_the_environment_ends
         await asyncio.wait_for(desk.broker.written.wait(), LIMIT_S)
     desk.finisher.complete(outgoing)
     await settled(outgoing)
-    assert [[rows.timing for rows in write[0].rows] for write in desk.broker.writes] == [[""], ["times"], []]
+    assert desk.times_told() == [[False], [True], []]
     assert [write[0].finish for write in desk.broker.writes] == [False, False, True]
 
 
@@ -152,7 +157,19 @@ async def test_large_rows_have_entries_and_steps_of_their_own_and_the_last_finis
     acceptances = [acceptance for write in desk.broker.writes for acceptance in write]
     assert [a.positions for a in acceptances] == [(at,) for at in range(8)]
     assert [a.finish for a in acceptances] == [False] * 7 + [True]
-    assert [rows.timing for a in acceptances for rows in a.rows] == [""] * 7 + ["times"]
+    assert [told for write in desk.times_told() for told in write] == [False] * 7 + [True]
+
+
+async def test_of_groups_that_end_together_the_last_one_of_each_batch_tells_the_times(desk: Desk) -> None:
+    outgoing = [desk.begin(0, rows=1), desk.begin(1, rows=1, batch="other"), desk.begin(2, rows=1), desk.begin(3)]
+    for one in outgoing:
+        desk.finisher.add(one, 0, payload())
+    for one in outgoing[:3]:
+        desk.finisher.complete(one)
+    for one in outgoing[:3]:
+        await settled(one)
+    assert desk.times_told() == [[False, True, True, False]]
+    desk.finisher.drop(outgoing[3])
 
 
 async def test_small_rows_share_entries_up_to_their_bound(desk: Desk) -> None:

@@ -14,12 +14,56 @@ def packed(timing: InstanceTiming, batch: str) -> dict[str, Any]:
     return json.loads(timing.packed(batch))
 
 
-def test_time_of_groups_that_overlap_counts_once() -> None:
+class Clock:
+    """Stands in for `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timing_module, "time", clock)
+    return clock
+
+
+def test_time_of_groups_that_overlap_counts_once(clock: Clock) -> None:
     timing = BatchTiming()
-    timing.add("environment", 0.0, 10.0)
-    timing.add("environment", 5.0, 12.0)
-    timing.add("publish", 12.0, 13.0)
-    assert timing.totals() == {"environment": 12.0, "publish": 1.0, "groups": 0}
+    with timing.going_on("environment"):
+        clock.now += 5.0
+        with timing.going_on("environment"):
+            clock.now += 5.0
+            assert timing.totals() == {"environment": 10.0, "groups": 0}
+        clock.now += 2.0
+    clock.now += 50.0
+    with timing.going_on("environment"), timing.going_on("publish"):
+        clock.now += 1.0
+    assert timing.totals() == {"environment": 13.0, "publish": 1.0, "groups": 0}
+
+
+def test_time_that_an_error_ends_counts_as_well(clock: Clock) -> None:
+    timing = BatchTiming()
+
+    def fail_after_a_while() -> None:
+        with timing.going_on("environment"):
+            clock.now += 3.0
+            raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        fail_after_a_while()
+    clock.now += 3.0
+    assert timing.totals()["environment"] == 3.0
+
+
+def test_time_known_only_afterwards_counts_once_where_it_overlaps() -> None:
+    timing = BatchTiming()
+    timing.add("queue_wait", 0.0, 10.0)
+    timing.add("queue_wait", 5.0, 12.0)
+    assert timing.totals()["queue_wait"] == 12.0
 
 
 def test_time_spent_in_the_event_loop_adds_up() -> None:
@@ -29,20 +73,12 @@ def test_time_spent_in_the_event_loop_adds_up() -> None:
     assert timing.totals()["postprocess_results"] == 1.5
 
 
-def test_what_the_environment_reports_of_itself_stands_beside_it() -> None:
-    timing = BatchTiming()
-    timing.report("await_results", 7.0)
-    timing.report("await_results", 8.0)
-    timing.count_group()
-    assert timing.totals() == {"await_results": 8.0, "groups": 1}
-
-
 def test_batches_are_kept_apart_and_travel_with_the_incarnation() -> None:
     timing = InstanceTiming("abc")
-    timing.of("one").add("environment", 0.0, 1.0)
-    timing.of("other").add("environment", 0.0, 2.0)
-    assert packed(timing, "one") == {"incarnation": "abc", "environment": 1.0, "groups": 0}
-    assert packed(timing, "other")["environment"] == 2.0
+    timing.of("one").add("queue_wait", 0.0, 1.0)
+    timing.of("other").add("queue_wait", 0.0, 2.0)
+    assert packed(timing, "one") == {"incarnation": "abc", "queue_wait": 1.0, "groups": 0}
+    assert packed(timing, "other")["queue_wait"] == 2.0
 
 
 def test_times_of_batches_long_over_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
