@@ -29,8 +29,8 @@ log = logging.getLogger("rolloutbus.collector")
 # About this much per read of all streams: much larger reads halve the rate (measured), smaller ones cost round trips.
 READ_BYTES = 1 << 22
 MAX_COUNT = 512
-# After so many bytes were decoded, the trainer's own thread has a chance to take what is there.
-DECODED_AT_ONCE = 128 * 1024
+# After so many bytes were taken in, the trainer's own thread has a chance to unpack what is there.
+TAKEN_IN_AT_ONCE = 1 << 20
 # From here on an entry is worth being received into memory of its own.
 LARGE_ENTRIES = 32 * 1024
 MAX_ENTRIES_HANDED = 1000
@@ -209,7 +209,7 @@ class Collector:
                 entry = parse_result(entry_id, fields)
                 size += len(entry.payload)
                 self._feed(shard, entry, strangers)
-                if size - given_way >= DECODED_AT_ONCE:
+                if size - given_way >= TAKEN_IN_AT_ONCE:
                     given_way = size
                     await asyncio.sleep(0)
             except ForeignEntryError as error:

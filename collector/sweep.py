@@ -51,10 +51,10 @@ class GroupState(NamedTuple):
 
 @dataclass(slots=True)
 class Watched:
-    """A batch under watch: what is collected of it, and for each group its shard, route, rows and first row."""
+    """A batch under watch: what is collected of it, and how to learn a group's shard, route, rows and first row."""
 
     collection: BatchCollection
-    groups: Sequence[OutgoingGroup]
+    group: Callable[[int], OutgoingGroup]
     entries: Mapping[int, str]
     # Whether the broker that answers now has been told of this batch: not before it is opened, nor while a restarted
     # one may have lost it.
@@ -146,7 +146,7 @@ class Sweeper:
         if not self._link.watched_for(self._settings.lease_s):
             return
         for state in states:
-            record = records.get(watched.groups[state.group].shard)
+            record = records.get(watched.group(state.group).shard)
             # The worker ends its own group on time; one lease later nobody else will.
             limit = (record.group_timeout_s if record else 3600.0) + self._settings.lease_s
             if state.status not in _ENDED and state.first_take_ms and now_ms - state.first_take_ms > limit * 1000:
@@ -162,7 +162,7 @@ class Sweeper:
         records: Mapping[str, ShardRecord],
         alive: Mapping[str, Sequence[str]],
     ) -> None:
-        for shard in {watched.groups[state.group].shard for state in states}:
+        for shard in {watched.group(state.group).shard for state in states}:
             if alive.get(shard):
                 self._absent_since.pop(shard, None)
                 continue
@@ -183,7 +183,7 @@ class Sweeper:
             )
             for state in states:
                 if (
-                    watched.groups[state.group].shard == shard
+                    watched.group(state.group).shard == shard
                     and state.status not in _ENDED
                     and state.status != "running"
                 ):
@@ -207,8 +207,8 @@ class Sweeper:
         quiet = time.monotonic() - watched.collection.last_progress
         if quiet < self._settings.sweep_every_s:
             return
-        for shard in dict.fromkeys(watched.groups[state.group].shard for state in states):
-            mine = [state for state in states if watched.groups[state.group].shard == shard]
+        for shard in dict.fromkeys(watched.group(state.group).shard for state in states):
+            mine = [state for state in states if watched.group(state.group).shard == shard]
             held = alive.get(shard, ())
             out = [s for s in mine if s.status not in _ENDED and not (s.status == "running" and s.instance in held)]
             stream = self._keys.groups(shard)
@@ -255,7 +255,7 @@ class Sweeper:
     async def _expire(
         self, watched: Watched, state: GroupState, reason: str, timeout_s: float, failure: Failure
     ) -> None:
-        group = watched.groups[state.group]
+        group = watched.group(state.group)
         entry = watched.entries.get(state.group, "")
         if await self._transitions.expire(group.shard, group, entry, reason, timeout_s, failure) == "dead":
             log.error("batch %s group %s: %s", group.batch, group.group, failure.message)
@@ -275,8 +275,8 @@ def describe_wait(watched: Watched, states: Sequence[GroupState], alive: Mapping
     """What a batch waits for: shard, groups, holders, since when."""
     quiet = time.monotonic() - watched.collection.last_progress
     parts: list[str] = []
-    for shard in dict.fromkeys(watched.groups[state.group].shard for state in states):
-        mine = [state for state in states if watched.groups[state.group].shard == shard]
+    for shard in dict.fromkeys(watched.group(state.group).shard for state in states):
+        mine = [state for state in states if watched.group(state.group).shard == shard]
         running = [f"group {s.group} on {s.instance} (attempt {s.attempt})" for s in mine if s.status == "running"]
         queued = [str(s.group) for s in mine if s.status != "running"]
         here = ", ".join(alive.get(shard, ())) or "none"

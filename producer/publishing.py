@@ -34,6 +34,9 @@ FIRST_WRITE_GROUPS = 2
 # After this many groups were encoded, whoever else wants the event loop has it: the first results are there before the
 # last groups are out.
 ENCODED_AT_ONCE = 4
+# While the first writes grow, whoever unpacks the first results has this long to get at the interpreter's lock, which a
+# thread that is busy encoding takes back at once; workers have enough to do meanwhile.
+BREATH_S = 0.001
 # A write that was refused for want of memory is tried again below this share of maxmemory.
 FULL_RATIO = 0.98
 _POLL_S = 0.02
@@ -159,10 +162,12 @@ class Producer:
                 at += 1
                 if not at % ENCODED_AT_ONCE:
                     await asyncio.sleep(0)
-            most = min(2 * most, WRITE_GROUPS)
             queued = await self._write(publication, writes)
             if queued > self._settings.max_queued_bytes:
                 await self._queue_has_room(publication, writes[-1].shard)
+            elif most < WRITE_GROUPS and at < len(groups):
+                await asyncio.sleep(BREATH_S)
+            most = min(2 * most, WRITE_GROUPS)
 
     async def _write(self, publication: Publication, writes: list[OutgoingGroup]) -> int:
         """Publish `writes` until all are on their stream; returns the bytes then queued for their shard."""

@@ -11,9 +11,10 @@ from ..broker.keys import ANY_ROUTE
 from ..broker.routes import route_of
 
 Row = dict[str, Any]
+_ONLY_DICTS: set[type] = {dict}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PromptGroup:
     """`num_generations` contiguous rows of one prompt; `index` counts groups over the whole batch, `first_row` rows."""
 
@@ -46,12 +47,18 @@ def check_rows(rows: Sequence[Any], num_generations: int) -> None:
             f"{len(rows)} rows are no multiple of num_generations={num_generations}; each prompt needs all its "
             f"generations, the last group has {len(rows) % num_generations}"
         )
-    for index, row in enumerate(rows):
-        # Nothing is published, and no row waits for its result, before all of them are checked: the call costs.
-        if type(row) is not dict or type(row.get("responses_create_params")) is not dict:  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    if not _look_right(rows):
+        for index, row in enumerate(rows):
             _check_row(index, row)
     if len(set(map(id, rows))) < len(rows):
         _refuse_twins(rows)
+
+
+def _look_right(rows: Sequence[Any]) -> bool:
+    """A quick look at all rows: nothing is published, and no result comes, before the last one was checked."""
+    if set(map(type, rows)) != _ONLY_DICTS:
+        return False
+    return {type(row.get("responses_create_params")) for row in rows} == _ONLY_DICTS
 
 
 def _refuse_twins(rows: Sequence[Any]) -> None:
@@ -79,29 +86,34 @@ def plan_groups(rows: Sequence[Row], route_map: Mapping[str, str], num_generatio
 
     Raises `RouteError` for a row without a route, a group that mixes routes, and a route that nobody hosts.
     """
+    refs, sources = [row.get("agent_ref") for row in rows], [row.get("task_source") for row in rows]
     groups: list[PromptGroup] = []
-    for first in range(0, len(rows), num_generations):
-        members = rows[first : first + num_generations]
-        route = _common_route(members, first)
-        groups.append(PromptGroup(first // num_generations, first, route, shard_of(route, route_map, first), members))
+    for index, first in enumerate(range(0, len(rows), num_generations)):
+        end = first + num_generations
+        members = rows[first:end]
+        alike = (
+            refs[first:end].count(refs[first]) == num_generations
+            and sources[first:end].count(sources[first]) == num_generations
+        )
+        route = _route(members[0], first) if alike else _common_route(members, first)
+        groups.append(PromptGroup(index, first, route, shard_of(route, route_map, first), members))
     return groups
 
 
+def _route(row: Row, index: int) -> str:
+    try:
+        return route_of(row)
+    except RouteError as error:
+        raise RouteError(f"row {index}: {error}") from None
+
+
 def _common_route(rows: Sequence[Row], first: int) -> str:
-    refs, sources = [row.get("agent_ref") for row in rows], [row.get("task_source") for row in rows]
-    if refs.count(refs[0]) == len(refs) and sources.count(sources[0]) == len(sources):
-        rows = rows[:1]
-    routes: list[str] = []
-    for at, row in enumerate(rows):
-        try:
-            routes.append(route_of(row))
-        except RouteError as error:
-            raise RouteError(f"row {first + at}: {error}") from None
+    routes = [_route(row, first + at) for at, row in enumerate(rows)]
     if any(route != routes[0] for route in routes):
         raise RouteError(
             f"the group that begins at row {first} mixes routes: {', '.join(sorted(set(routes)))}; all rows of a "
             "prompt group must go to the same route, because its verifier may compare them. Give the "
-            f"{len(refs)} rows of each prompt side by side"
+            f"{len(rows)} rows of each prompt side by side"
         )
     return routes[0]
 

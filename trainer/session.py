@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..broker.channel import Channel, Link
-from ..broker.client_transitions import Books, ClientTransitions
+from ..broker.client_transitions import Books, ClientTransitions, OutgoingGroup
 from ..broker.errors import BatchCancelledError, BatchError, BooksError, UnknownBatchError
 from ..collector import BatchCollection, Collector, GroupFailure, PackedGroup, PackedRow, Sink
 from ..collector.sweep import Watched, outline
@@ -61,9 +61,11 @@ class Session:
     watched: Watched = field(init=False)
 
     def __post_init__(self) -> None:
-        batch = self.publication.batch
-        groups = [outline(batch, g.index, g.shard, g.route, len(g.rows), g.first_row) for g in self.publication.groups]
-        self.watched = Watched(self.collection, groups, self.publication.entries)
+        self.watched = Watched(self.collection, self._outline, self.publication.entries)
+
+    def _outline(self, group: int) -> OutgoingGroup:
+        about = self.publication.groups[group]
+        return outline(self.batch, group, about.shard, about.route, len(about.rows), about.first_row)
 
     @property
     def batch(self) -> str:

@@ -343,8 +343,8 @@ async def test_a_batch_goes_on_in_a_new_process_after_its_trainer_was_killed(sta
     async with trainer(stack, take=4) as first:
         batch_id = (await first.event())["batch"]
         taken = [(await first.event())["group"] for _ in range(4)]
-        # It asked for the fifth, so the first three are acknowledged at least.
-        await until(lambda: handed(stack, batch_id) >= 3)
+        # It asked for the fifth, so the first three are acknowledged at least; and only what is sealed can be resumed.
+        await until(lambda: handed(stack, batch_id) >= 3 and is_sealed(stack, batch_id))
         acknowledged = [group for group in taken if record(stack, batch_id, group)[0] == "handed"]
         first.process.kill()
         await first.process.wait()
@@ -364,6 +364,10 @@ async def test_a_batch_goes_on_in_a_new_process_after_its_trainer_was_killed(sta
 
 def record(stack: Stack, batch: str, group: int) -> list[str]:
     return stack.redis.hget(stack.keys.batch(batch), f"g:{group}").decode().split(" ")  # pyright: ignore
+
+
+def is_sealed(stack: Stack, batch: str) -> bool:
+    return stack.redis.hget(stack.keys.batch(batch), "state") == b"sealed"
 
 
 def handed(stack: Stack, batch: str) -> int:
