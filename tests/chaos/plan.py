@@ -6,7 +6,7 @@ The same seed and fault give the same plan; only the operating system's timing d
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 KILL_POINTS = ("read", "start", "environment", "written", "acknowledged")
@@ -47,10 +47,14 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Rows of one call; `rows` are complete, so the trainer, the environment and the verdict all know them."""
+    """Rows of one call; `rows` are complete, so the trainer, the environment and the verdict all know them. `client`
+    runs it, and asks for single rows where it is `by_row`.
+    """
 
     size: int
     rows: list[dict[str, Any]] = field(repr=False)
+    client: str = "trainer"
+    by_row: bool = False
 
     @property
     def groups(self) -> int:
@@ -93,7 +97,10 @@ def make_plan(seed: int, fault: str) -> Plan:
     """The schedule that `seed` stands for."""
     dice = random.Random(f"{seed}:{fault}:plan")
     shards = _shards(dice)
-    batches = tuple(_batch(dice, fault, shards, at) for at in range(dice.choice([1, 1, 2])))
+    batches = _asked_for(
+        tuple(_batch(dice, fault, shards, at) for at in range(dice.choice([1, 1, 2]))),
+        random.Random(f"{seed}:{fault}:clients"),
+    )
     needs_file = fault in ("broker-cut", "broker-restart", "mixed")
     settings = dict(BROKER_SETTINGS)
     if dice.random() < 0.3:
@@ -125,6 +132,15 @@ def _shards(dice: random.Random) -> tuple[ShardPlan, ...]:
     if choice < 0.8:
         return (solo,)
     return (ShardPlan("scored", 2, "group", "group"), ShardPlan("solo", 1, "row", solo.rerun))
+
+
+def _asked_for(batches: tuple[BatchPlan, ...], dice: random.Random) -> tuple[BatchPlan, ...]:
+    """By whom, and how: two batches of one client run one after the other, those of two clients at the same time."""
+    clients = ["trainer", dice.choice(["trainer", "second"])]
+    return tuple(
+        replace(batch, client=client, by_row=dice.random() < 0.3)
+        for batch, client in zip(batches, clients, strict=False)
+    )
 
 
 def _batch(dice: random.Random, fault: str, shards: tuple[ShardPlan, ...], number: int) -> BatchPlan:

@@ -72,6 +72,7 @@ def broken() -> dict[str, Evidence]:
     mixed = [result(plan, 0, call="d"), result(plan, 1)]
     unbalanced = {"published": 2, "completed": 1, "failed": 0, "cancelled": 1}
     failure = {"kind": "failure", "number": 0, "id": "b:0", "index": 0, "why": "InstanceDied: 5 instances"}
+    row = {"kind": "row", "number": 0, "batch": "b", "row": 0, "result": result(plan, 0)}
     left = {"rolloutbus:{chaos}:batch:b": ("hash", -1, -1)}
     return {
         "never handed over": replace(good, journal=[*good.journal[:2], good.journal[3]]),
@@ -87,6 +88,10 @@ def broken() -> dict[str, Evidence]:
         "published more than once": replace(good, events=[*good.events, event("published", 0)]),
         "was finished with 1 rows": replace(good, events=[*good.events[:2], event("finished", 0, "1")]),
         "was left behind": replace(good, keys=left),
+        "rows [('b', 0)] were handed over more than once": replace(good, journal=[*good.journal, row, row]),
+        "row 0 of batch b is another one in its group": replace(
+            good, journal=[*good.journal, {**row, "result": result(plan, 0, call="d")}]
+        ),
         "5 entries": replace(good, keys={"rolloutbus:{chaos}:groups:scored": ("stream", 900, 5)}),
     }
 
@@ -95,6 +100,13 @@ def broken() -> dict[str, Evidence]:
 def test_a_broken_promise_is_noticed(words: str) -> None:
     found = violations(broken()[words])
     assert any(words in violation for violation in found), found
+
+
+def test_rows_that_came_one_by_one_and_once_violate_nothing() -> None:
+    good = kept()
+    rows = [{"kind": "row", "number": 0, "batch": "b", "row": at, "result": result(good.plan, at)} for at in range(4)]
+    groups = [{**line, "origins": None} if line["kind"] == "group" else line for line in good.journal]
+    assert violations(replace(good, journal=[groups[0], *rows, *groups[1:]])) == []
 
 
 def test_after_a_trainers_crash_a_group_may_come_twice_but_not_with_other_results() -> None:

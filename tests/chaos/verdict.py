@@ -33,7 +33,7 @@ class Evidence:
 
 def violations(evidence: Evidence) -> list[str]:
     """Everything that is wrong, in words; empty when all promises were kept."""
-    found = [*_groups(evidence), *_keys(evidence)]
+    found = [*_groups(evidence), *_rows(evidence), *_keys(evidence)]
     if not evidence.trainer_gone:
         found += _batches(evidence)
     if not evidence.data_lost:
@@ -92,17 +92,36 @@ def _groups(evidence: Evidence) -> Iterator[str]:
             yield f"group {line['id']} came twice with different results"
 
 
+def _rows(evidence: Evidence) -> Iterator[str]:
+    """Single rows, where those were asked for: each once in a trainer's life, and as its group has it in the end."""
+    rows = [line for line in evidence.journal if line["kind"] == "row"]
+    times = Counter((line["batch"], line["row"]) for line in rows)
+    doubled = [row for row, count in times.items() if count > 1]
+    if doubled and not evidence.trainer_crashed:
+        yield f"rows {doubled[:5]} were handed over more than once"
+    groups = {line["id"]: line["results"] for line in evidence.journal if line["kind"] == "group"}
+    for line in rows:
+        size = evidence.plan.batches[int(line["number"])].size
+        whole = groups.get(f"{line['batch']}:{line['row'] // size}")
+        if whole is not None and whole[line["row"] % size] != line["result"] and not evidence.data_lost:
+            yield f"row {line['row']} of batch {line['batch']} is another one in its group"
+
+
 def _results(evidence: Evidence, line: Line, rows: Sequence[Line]) -> Iterator[str]:
     first = line["index"] * len(rows)
     shard = evidence.plan.shard(rows[0]["agent_ref"]["name"])
     if rows[0]["trouble"] == "always":
         yield f"group {line['id']} has results although every attempt fails"
-    for at, (row, result, origin) in enumerate(zip(rows, line["results"], line["origins"], strict=True)):
+    by_row = line["origins"] is None
+    origins = [[result["label"], result["attempt"]] for result in line["results"]] if by_row else line["origins"]
+    for at, (row, result, origin) in enumerate(zip(rows, line["results"], origins, strict=True)):
         if (result["row"], result["key"]) != (first + at, row["key"]):
             yield f"group {line['id']} row {first + at} holds the result of row {result['row']} ({result['key']})"
         if [result["label"], result["attempt"]] != list(origin):
             yield f"group {line['id']} row {first + at} came from {result}, and is said to be of {origin}"
-    if shard.commit == "group" and len({tuple(result[name] for name in IDENTITY) for result in line["results"]}) != 1:
+    # Rows that were handed out one by one before a broker lost them are not taken back.
+    may_mix = shard.commit != "group" or (by_row and evidence.data_lost)
+    if not may_mix and len({tuple(result[name] for name in IDENTITY) for result in line["results"]}) != 1:
         yield f"group {line['id']} mixes attempts: {line['results']}"
 
 
