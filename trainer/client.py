@@ -104,7 +104,8 @@ class RolloutClient:
         groups = self._plan(rows, num_generations)
         stamp_row_indices(rows)
         session = new_session(secrets.token_hex(6), rows, groups, num_generations, rows_mode=rows_mode)
-        self._engine.call(self._engine.sessions.start(session)).result()
+        # Not waited for: a broker that hangs right now must not hold the caller's event loop up.
+        self._engine.call(self._engine.sessions.start(session)).add_done_callback(session.note_start)
         return session
 
     def _plan(self, rows: Sequence[dict[str, Any]], num_generations: int) -> list[PromptGroup]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -71,6 +72,12 @@ class Session:
     def batch(self) -> str:
         return self.publication.batch
 
+    def note_start(self, started: Future[None]) -> None:
+        """Where it could not begin, its consumers are told why."""
+        error = started.exception()
+        if error is not None:
+            self.outbox.put(Ended(error))
+
     def counts(self) -> BatchCounts:
         """As the client sees them; groups that have not ended count as cancelled once the batch is closed."""
         completed, failed = self.collection.completed, self.collection.failed
@@ -130,7 +137,9 @@ class SessionRunner:
         """Begin to publish, with collecting already under way."""
         self._watch(session)
         await self._collector.attach(session.collection, session.publication.shards)
-        session.publishing = asyncio.create_task(self._publish(session), name=f"publish {session.batch}")
+        # It may have been left meanwhile, or a broker that was restarted already has its publishing begun again.
+        if not session.closed and session.publishing is None:
+            session.publishing = asyncio.create_task(self._publish(session), name=f"publish {session.batch}")
 
     def _watch(self, session: Session) -> None:
         self.sessions[session.batch] = session

@@ -27,7 +27,7 @@ async def _killed_trainer(arena: Arena, folder: Path, groups: int) -> str:
     trainer = Actor("trainer_process", "trainer", arena.progress, folder)
     arena.actors.append(trainer)
     where = {"url": arena.broker.url, "run": RUN, "shards": [SHARD], "journal": str(folder / "journal")}
-    batch = {"rows": rows_of(groups, 2), "size": 2}
+    batch = {"rows": rows_of(groups, 2), "size": 2, "client": "trainer", "by_row": False}
     await trainer.start({**where, "settings": arena.times, "kill_at": ["logged", 1], "delay_s": 0, "batches": [batch]})
     assert await trainer.wait(20)
     return arena.progress.batches[0]

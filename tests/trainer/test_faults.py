@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.trainer import Batch, BatchCounts, CompletedGroup
 
-from tests.stacks import ROOT, EachRow, Row, Stack, check_groups, groups_of, rows_of, stack_on, until, within
+from tests.stacks import QUICK, ROOT, EachRow, Row, Stack, check_groups, groups_of, rows_of, stack_on, until, within
 
 
 def stale(batch: Batch[Any]) -> float:
@@ -261,6 +262,27 @@ async def test_a_batch_that_begins_while_the_broker_is_away_goes_through(tmp_pat
         stack.broker.restart()
         async with await beginning as batch:
             check_groups(await groups_of(batch), 5)
+
+
+@within(30)
+async def test_a_batch_that_begins_while_the_broker_hangs_does_not_hold_the_callers_loop_up(tmp_path: Path) -> None:
+    """It used to wait for the broker's answer, and with it every other task of a trainer that has one event loop."""
+    with EmbeddedBroker(directory=tmp_path / "broker") as broker:
+        async with stack_on(broker) as stack:
+            stack.host()
+            await stack.worker()
+            client = await stack.connected()
+            assert broker.pid is not None
+            os.kill(broker.pid, signal.SIGSTOP)
+            try:
+                began = time.monotonic()
+                batch = client.run_groups(rows_of(4), 2)
+                took = time.monotonic() - began
+            finally:
+                os.kill(broker.pid, signal.SIGCONT)
+            async with batch:
+                check_groups(await groups_of(batch), 4)
+    assert took < QUICK["command_timeout_s"] / 10
 
 
 @within(60)
