@@ -92,6 +92,18 @@ class BooksError(BatchError):
     """published != completed + failed + cancelled: a bug or a tampered broker; the counts are in the message."""
 
 
+class UnreadableResultError(BatchError):
+    """A row's result cannot be unpacked here, or is None. `row_index` is the row's place in the batch."""
+
+    def __init__(self, row_index: int, origin: str, why: str) -> None:
+        self.row_index, self.origin, self.why = row_index, origin, why
+        super().__init__(f"the result of row {row_index}{origin} {why}")
+
+    def of_row(self, row_index: int) -> UnreadableResultError:
+        """The same error for a caller who knows the row by another number."""
+        return UnreadableResultError(row_index, self.origin, self.why)
+
+
 class GroupFailedError(BatchError):
     """A prompt group failed for good and the caller asked for `on_failure="raise"`."""
 

@@ -16,7 +16,7 @@ from ..broker.errors import BatchCancelledError, BatchError
 from ..broker.intervals import IntervalUnion
 from ..broker.messages import Failure, ForeignEntryError, ResultEntry, unframe
 from .accumulator import PromptGroupAccumulator
-from .groups import GroupFailure, Origin, PackedGroup
+from .groups import GroupFailure, Origin, PackedGroup, PackedRow
 from .timing import TimingLedger
 
 log = logging.getLogger("rolloutbus.collector")
@@ -28,13 +28,13 @@ _LEFT_AT_ONCE = 500
 
 @dataclass(slots=True)
 class Sink:
-    """Where a batch's outcomes go. `on_row(row_index, packed result, group it completes or None)` is called as rows
-    come, where rows are wanted.
+    """Where a batch's outcomes go. `on_row(row, group it completes or None)` is called as rows come, where rows are
+    wanted.
     """
 
     on_group: Callable[[GroupOutcome], None]
     on_error: Callable[[BaseException], None]
-    on_row: Callable[[int, memoryview, int | None], None] | None = None
+    on_row: Callable[[PackedRow, int | None], None] | None = None
     is_over: Callable[[], bool] = bool
 
 
@@ -169,7 +169,8 @@ class BatchCollection:
         incoming.origins[row_index] = origin
         results = self._accumulator.add(row_index, result)
         if self._sink.on_row is not None:
-            self._sink.on_row(row_index, result, None if results is None else row_index // self._size)
+            row = PackedRow(self.batch, row_index, origin, result)
+            self._sink.on_row(row, None if results is None else row_index // self._size)
         if results is not None:
             group = row_index // self._size
             first = group * self._size

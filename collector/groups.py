@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..broker import codec
-from ..broker.errors import BatchError, DecodeError, GroupFailedError
+from ..broker.errors import DecodeError, GroupFailedError, UnreadableResultError
 from ..broker.messages import Failure
 
 
@@ -36,6 +37,7 @@ class PackedRow(NamedTuple):
 
     batch: str
     row_index: int
+    origin: Origin
     payload: memoryview
 
     @property
@@ -43,16 +45,18 @@ class PackedRow(NamedTuple):
         return len(self.payload)
 
     def opened(self) -> tuple[int, Any]:
-        """The row's index and result; raises `BatchError` for one that nobody can read."""
+        """The row's index and result; raises `UnreadableResultError`."""
         try:
             result = codec.decode(self.payload)
         except DecodeError as error:
-            raise BatchError(
-                f"the result of row {self.row_index} of batch {self.batch} cannot be read: {error}"
-            ) from None
+            raise self._unreadable(f"cannot be read: {error}") from None
         if result is None:
-            raise BatchError(f"the result of row {self.row_index} of batch {self.batch} is None; it must be a value")
+            raise self._unreadable("is None; let the environment give a value")
         return self.row_index, result
+
+    def _unreadable(self, why: str) -> UnreadableResultError:
+        origin = f" of batch {self.batch}, from {self.origin.instance}, attempt {self.origin.attempt},"
+        return UnreadableResultError(self.row_index, origin, why)
 
 
 class PackedGroup(NamedTuple):
@@ -69,9 +73,10 @@ class PackedGroup(NamedTuple):
         return sum(map(len, self.payloads))
 
     def opened(self) -> CompletedGroup:
-        """The group for its taker; raises `BatchError` where a result cannot be read."""
+        """The group for its taker; raises `UnreadableResultError`."""
         first = self.group_index * len(self.payloads)
-        results = [PackedRow(self.batch, first + at, payload).opened()[1] for at, payload in enumerate(self.payloads)]
+        packed = zip(itertools.count(first), self.origins, self.payloads, strict=False)
+        results = [PackedRow(self.batch, *row).opened()[1] for row in packed]
         return CompletedGroup(f"{self.batch}:{self.group_index}", self.group_index, self.rows, results, self.origins)
 
 

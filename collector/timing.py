@@ -55,6 +55,7 @@ class TimingLedger:
 
     def __init__(self) -> None:
         self._totals: dict[str, dict[str, dict[str, float]]] = {}
+        self._last: dict[str, str] = {}
         self._groups: dict[str, int] = {}
 
     def count_group(self, label: str) -> None:
@@ -62,8 +63,10 @@ class TimingLedger:
 
     def note(self, label: str, packed: str) -> None:
         """Totals as the worker packs them; later ones replace earlier ones of the same incarnation."""
-        if not packed:
+        # Groups that ended together say the same.
+        if not packed or packed == self._last.get(label):
             return
+        self._last[label] = packed
         try:
             totals: dict[str, Any] = json.loads(packed)
             incarnation = str(totals.pop("incarnation", ""))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -90,9 +90,7 @@ class _Write(NamedTuple):
 
     outgoing: Outgoing
     rows: dict[int, Payload]
-    entries: list[Rows]
     acceptance: Acceptance
-    has_last_row: bool
 
 
 class Finisher:
@@ -174,33 +172,32 @@ class Finisher:
 
     def _next_write(self) -> list[_Write]:
         writes: list[_Write] = []
+        times: dict[str, str] = {}
         size = 0
         while self._waiting and size <= WRITE_BYTES:
             outgoing = next(iter(self._waiting))
             del self._waiting[outgoing]
             before = outgoing.size
-            writes.append(self._next_of(outgoing))
+            writes.append(self._next_of(outgoing, times))
             size += before - outgoing.size
-        self._tell_times(writes)
         return writes
 
-    def _tell_times(self, writes: Sequence[_Write]) -> None:
-        """The instance's times of a batch go with the last group of it that ends in this write: they count up, so what
-        the others would say is said there.
-        """
-        last = {write.outgoing.attempt.group.batch: write.entries for write in writes if write.has_last_row}
-        for batch, entries in last.items():
-            entries[-1] = entries[-1]._replace(timing=self._timing.packed(batch))
+    def _next_of(self, outgoing: Outgoing, times: dict[str, str]) -> _Write:
+        """What goes in one step; of large rows only the first, so that they flow while the rest is being written.
 
-    def _next_of(self, outgoing: Outgoing) -> _Write:
-        """What goes in one step; of large rows only the first, so that they flow while the rest is being written."""
+        A group's last entry carries the instance's `times` of its batch, which are looked up once for a whole write.
+        """
         rows = self._take(outgoing, None if outgoing.whole else STEP_BYTES)
         if outgoing.rows:
             self._enqueue(outgoing)
         entries = [Rows(tuple(chunk), frame(list(chunk.values()))) for chunk in _chunks(rows)]
+        if entries and not outgoing.rows and outgoing.missing <= 0:
+            batch = outgoing.attempt.group.batch
+            if batch not in times:
+                times[batch] = self._timing.packed(batch)
+            entries[-1] = entries[-1]._replace(timing=times[batch])
         finish = outgoing.complete and not outgoing.rows
-        has_last_row = bool(rows) and not outgoing.rows and outgoing.missing <= 0
-        return _Write(outgoing, rows, entries, Acceptance(outgoing.attempt, entries, finish), has_last_row)
+        return _Write(outgoing, rows, Acceptance(outgoing.attempt, entries, finish))
 
     async def _write(self, writes: list[_Write]) -> None:
         try:

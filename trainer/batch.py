@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar, cast
 
 from ..broker.errors import BatchCancelledError, BatchError, BrokerUnavailableError, ClosedError, RolloutBusError
-from ..collector import CompletedGroup, GroupFailure
+from ..collector import CompletedGroup, GroupFailure, PackedGroup, PackedRow
 from .engine import Engine
 from .session import BatchCounts, Delivered, Ended, Session
 
@@ -93,8 +93,6 @@ class Batch(Generic[Item]):
                 return self._open(parcel)
             except BatchError as error:
                 parcel = Ended(error)
-        # For whoever else waits.
-        self._session.outbox.put(parcel)
         await self._finish(parcel)
         raise StopAsyncIteration
 
@@ -113,22 +111,36 @@ class Batch(Generic[Item]):
             self._engine.post(_hand_over, self._engine, self._session.batch, owed)
 
     def _open(self, parcel: Delivered) -> Item:
-        value = parcel.value
+        outbox = self._session.outbox
+        try:
+            item = self._unpacked_item(parcel.value)
+        except BatchError as error:
+            # For all others too, and before any of them can be told that all went well.
+            outbox.end(Ended(error), at_once=True)
+            outbox.settle()
+            raise
+        except BaseException:
+            # Interrupted, or out of memory: nobody has had it.
+            outbox.put_back(parcel)
+            raise
+        if parcel.acknowledges is not None:
+            self._owed.append(parcel.acknowledges)
+        outbox.settle()
+        return item
+
+    def _unpacked_item(self, value: PackedGroup | PackedRow | GroupFailure) -> Item:
         if isinstance(value, GroupFailure):
             if self._on_failure == "raise":
                 raise value.error()
-            opened: Any = value
-        else:
-            opened = value.opened()
-            self._unpacked += value.size
-        if parcel.acknowledges is not None:
-            self._owed.append(parcel.acknowledges)
+            return cast(Item, value)
+        opened = value.opened()
+        self._unpacked += value.size
         return cast(Item, opened)
 
     async def _finish(self, parcel: Ended) -> None:
         await self._end(parcel.error)
         # What ended the batch for another consumer a moment ago ends it for this one too.
-        error = parcel.error or self._outcome
+        error = self._outcome or parcel.error
         if error is not None:
             raise error
 

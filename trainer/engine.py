@@ -270,7 +270,7 @@ class Engine:
     async def _end(self, duties: list[asyncio.Task[None]]) -> None:
         error = self._failed or ClosedError("the client was closed while this batch was open; close the batch first")
         for session in list(self.sessions.sessions.values()):
-            session.outbox.put(Ended(error))
+            session.outbox.end(Ended(error))
             if self._failed is None:
                 await self._quietly(self.sessions.close(session, complete=False))
         if self._failed is None:

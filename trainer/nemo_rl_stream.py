@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Generator
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from ..broker.errors import BatchCancelledError, GroupFailedError
+from ..broker.errors import BatchCancelledError, GroupFailedError, UnreadableResultError
 from ..collector import GroupFailure
 from ..collector.timing import DEFAULT_PREFIX
 from .batch import Batch
@@ -62,6 +62,8 @@ class Feed:
             except StopAsyncIteration:
                 self._end_part()
                 continue
+            except UnreadableResultError as error:
+                raise error.of_row(part.indices[error.row_index]) from None
             if isinstance(item, GroupFailure):
                 raise _failure(item, part.indices)
             at, result = cast("tuple[int, dict[str, Any]]", item)

@@ -62,7 +62,8 @@ class Session:
     watched: Watched = field(init=False)
 
     def __post_init__(self) -> None:
-        self.watched = Watched(self.collection, self._outline, self.publication.entries)
+        shards = [group.shard for group in self.publication.groups]
+        self.watched = Watched(self.collection, shards, self._outline, self.publication.entries)
 
     def _outline(self, group: int) -> OutgoingGroup:
         about = self.publication.groups[group]
@@ -76,7 +77,7 @@ class Session:
         """Where it could not begin, its consumers are told why."""
         error = started.exception()
         if error is not None:
-            self.outbox.put(Ended(error))
+            self.outbox.end(Ended(error))
 
     def counts(self) -> BatchCounts:
         """As the client sees them; groups that have not ended count as cancelled once the batch is closed."""
@@ -99,25 +100,25 @@ def new_session(
     """A batch that is ready to be published."""
     outbox: Outbox[Parcel] = Outbox()
     publication = Publication(batch, groups, num_generations)
-    sink = _sink(batch, outbox, rows_mode)
+    sink = _sink(outbox, rows_mode)
     collection = BatchCollection(batch, rows, num_generations, [group.shard for group in groups], sink)
     # The sink needs the collection to know when the last group came, and the collection needs its sink first.
     sink.is_over = lambda: collection.all_ended
     return Session(publication, collection, outbox, rows_mode)
 
 
-def _sink(batch: str, outbox: Outbox[Parcel], rows_mode: bool) -> Sink:
+def _sink(outbox: Outbox[Parcel], rows_mode: bool) -> Sink:
     def on_group(outcome: PackedGroup | GroupFailure) -> None:
         if not (rows_mode and isinstance(outcome, PackedGroup)):
             outbox.put(Delivered(outcome, outcome.group_index))
         if sink.is_over():
-            outbox.put(Ended(None))
+            outbox.end(Ended(None))
 
-    def on_row(row_index: int, result: memoryview, group: int | None) -> None:
-        outbox.put(Delivered(PackedRow(batch, row_index, result), group))
+    def on_row(row: PackedRow, group: int | None) -> None:
+        outbox.put(Delivered(row, group))
 
     def on_error(error: BaseException) -> None:
-        outbox.put(Ended(error))
+        outbox.end(Ended(error))
 
     sink = Sink(on_group, on_error, on_row if rows_mode else None)
     return sink
@@ -158,7 +159,7 @@ class SessionRunner:
         self._watch(session)
         await self._collector.attach(session.collection, session.publication.shards, from_start=True)
         if session.collection.all_ended:
-            session.outbox.put(Ended(None))
+            session.outbox.end(Ended(None))
 
     async def _publish(self, session: Session, *, again: bool = False) -> None:
         """Publish, and as often as the broker turns out to be another process than before, bring back what it may have
@@ -178,7 +179,7 @@ class SessionRunner:
                     return
                 again = True
         except Exception as error:
-            session.outbox.put(Ended(error))
+            session.outbox.end(Ended(error))
 
     async def _bring_back(self, session: Session) -> None:
         publication, out = session.publication, set(session.collection.unfinished())
@@ -217,7 +218,7 @@ class SessionRunner:
             return
         session.closed = True
         if not complete:
-            session.outbox.put(Ended(BatchCancelledError(f"batch {session.batch} was cancelled by this client")))
+            session.outbox.end(Ended(BatchCancelledError(f"batch {session.batch} was cancelled by this client")))
         try:
             if session.publishing is not None and not session.publishing.done():
                 session.publishing.cancel()

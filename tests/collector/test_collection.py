@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rolloutbus.broker import codec
-from rolloutbus.broker.errors import BatchCancelledError, BatchError
+from rolloutbus.broker.errors import BatchCancelledError, BatchError, UnreadableResultError
 from rolloutbus.broker.messages import Failure, ForeignEntryError, ResultEntry
 from rolloutbus.collector import BatchCollection, CompletedGroup, GroupFailure, Origin, PackedGroup, PackedRow, Sink
 
@@ -34,8 +34,8 @@ class Desk:
     def _on_group(self, outcome: PackedGroup | GroupFailure) -> None:
         self.groups.append(outcome.opened() if isinstance(outcome, PackedGroup) else outcome)
 
-    def _on_row(self, row_index: int, result: memoryview, group: int | None) -> None:
-        self.rows.append((*PackedRow("b", row_index, result).opened(), group))
+    def _on_row(self, row: PackedRow, group: int | None) -> None:
+        self.rows.append((*row.opened(), group))
 
 
 def rows_entry(
@@ -139,8 +139,8 @@ def test_a_payload_that_is_not_framed_as_one_ends_the_batch_with_an_error() -> N
 @pytest.mark.parametrize(
     ("payload", "complaint"),
     [
-        (b"".join(codec.encode(None)), "the result of row 3 of batch b is None; it must be a value"),
-        (b"nonsense", "the result of row 3 of batch b cannot be read: payload"),
+        (b"".join(codec.encode(None)), "the result of row 3 of batch b, from s, attempt 1, is None; let the"),
+        (b"nonsense", "the result of row 3 of batch b, from s, attempt 1, cannot be read: payload"),
     ],
 )
 def test_a_result_that_is_none_or_cannot_be_read_is_an_error_of_whoever_unpacks_it(
@@ -149,9 +149,10 @@ def test_a_result_that_is_none_or_cannot_be_read_is_an_error_of_whoever_unpacks_
     good = b"".join(codec.encode({"i": 2}))
     group = PackedGroup("b", 1, [{}, {}], [memoryview(good), memoryview(payload)], [Origin("s", 1)] * 2)
     assert group.size == len(good) + len(payload)
-    with pytest.raises(BatchError) as raised:
+    with pytest.raises(UnreadableResultError) as raised:
         group.opened()
     assert str(raised.value).startswith(complaint)
+    assert str(raised.value.of_row(70)).startswith("the result of row 70 of batch b, from s")
 
 
 def test_a_failed_group_is_a_failure_with_all_that_is_known() -> None:

@@ -160,7 +160,8 @@ async def test_large_rows_have_entries_and_steps_of_their_own_and_the_last_finis
     assert [told for write in desk.times_told() for told in write] == [False] * 7 + [True]
 
 
-async def test_of_groups_that_end_together_the_last_one_of_each_batch_tells_the_times(desk: Desk) -> None:
+async def test_each_group_that_ends_tells_the_times_of_its_batch(desk: Desk) -> None:
+    """Once they were told with the last group of a write only; when that one was refused, nobody heard them."""
     outgoing = [desk.begin(0, rows=1), desk.begin(1, rows=1, batch="other"), desk.begin(2, rows=1), desk.begin(3)]
     for one in outgoing:
         desk.finisher.add(one, 0, payload())
@@ -168,7 +169,7 @@ async def test_of_groups_that_end_together_the_last_one_of_each_batch_tells_the_
         desk.finisher.complete(one)
     for one in outgoing[:3]:
         await settled(one)
-    assert desk.times_told() == [[False, True, True, False]]
+    assert desk.times_told() == [[True, True, True, False]]
     desk.finisher.drop(outgoing[3])
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
 from rolloutbus.broker import codec
 from rolloutbus.broker.embedded import EmbeddedBroker
-from rolloutbus.broker.errors import BatchError, RouteError
+from rolloutbus.broker.errors import RouteError, UnreadableResultError
 from rolloutbus.trainer import BatchCounts, CompletedGroup, GroupFailure, RolloutClient
+from rolloutbus.trainer.batch import GroupBatch
 
 from tests.stacks import (
     EachRow,
@@ -124,13 +126,69 @@ async def test_a_result_that_cannot_be_read_ends_its_batch_for_all_who_wait_and_
     await stack.worker(EachRow(rollout))
     client = await stack.connected()
     async with client.run_groups(rows_of(4), 2) as other, client.run_groups(rows_of(1, sealed=True), 2) as batch:
-        ends = await asyncio.gather(anext(batch), anext(batch), return_exceptions=True)
-        assert all(isinstance(end, BatchError) for end in ends), ends
-        assert any(f"row 0 of batch {batch.id} cannot be read" in str(end) for end in ends)
-        with pytest.raises(BatchError, match="no way back from 'sealed'"):
+        ends = await asyncio.gather(*(anext(batch) for _ in range(6)), return_exceptions=True)
+        assert {type(end) for end in ends} == {UnreadableResultError}, ends
+        assert str(ends[0]).startswith(f"the result of row 0 of batch {batch.id}, from s, attempt 1, cannot be read")
+        with pytest.raises(UnreadableResultError, match="no way back from 'sealed'"):
             await anext(batch)
         assert len(await groups_of(other)) == 4
     assert stack.keys_of(batch.id) == []
+
+
+def refuse_slowly(value: Any) -> Sealed:
+    time.sleep(0.3)
+    raise ValueError(f"no way back from {value!r}")
+
+
+@within(20)
+async def test_nobody_is_told_that_all_went_well_while_the_last_result_is_being_unpacked(stack: Stack) -> None:
+    """One thread of two that shared a batch took its end, and closed it, while the other one had the last result in
+    hand, which could not be read.
+    """
+    codec.register(Sealed, lambda _: "sealed", refuse_slowly)
+
+    async def rollout(row: Row) -> Row:
+        return {"row": row["_rowidx"], "value": Sealed()}
+
+    await stack.worker(EachRow(rollout))
+    client = await stack.connected()
+    async with client.run_groups(rows_of(1), 2) as batch:
+        await until(lambda: batch.counts.completed == 1)
+        ends = await asyncio.gather(
+            *(asyncio.to_thread(asyncio.run, consume(batch)) for _ in range(2)), return_exceptions=True
+        )
+    assert [type(end) for end in ends] == [UnreadableResultError] * 2
+
+
+async def consume(batch: GroupBatch) -> int:
+    return len([group async for group in batch])
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, asyncio.CancelledError])
+@within(20)
+async def test_a_result_whose_unpacking_was_interrupted_comes_again(
+    stack: Stack, interruption: type[BaseException]
+) -> None:
+    """Ctrl-C in the middle of a long list, and the group was gone although the batch ended well."""
+    interruptions = iter([interruption])
+
+    def interrupted_once(value: Any) -> Sealed:
+        for kind in interruptions:
+            raise kind
+        return Sealed()
+
+    codec.register(Sealed, lambda _: "sealed", interrupted_once)
+
+    async def rollout(row: Row) -> Row:
+        return {"row": row["_rowidx"], "value": Sealed()}
+
+    await stack.worker(EachRow(rollout))
+    client = await stack.connected()
+    async with client.run_groups(rows_of(3), 2) as batch:
+        with pytest.raises(interruption):
+            # Not awaited as a task, which would end the event loop with it.
+            await anext(batch)
+        assert sorted([group.group_index async for group in batch]) == [0, 1, 2]
 
 
 @within(20)

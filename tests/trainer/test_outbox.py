@@ -49,6 +49,39 @@ async def test_a_waiter_that_is_woken_and_cancelled_at_once_passes_the_word_on(p
         patient.cancel()
 
 
+async def test_the_first_end_is_given_to_all_who_ask_and_to_those_who_wait() -> None:
+    outbox: Outbox[str] = Outbox()
+    waiting = asyncio.gather(outbox.get(), outbox.get(), outbox.get())
+    await asyncio.sleep(0)
+    outbox.end("end")
+    outbox.end("later")
+    assert await asyncio.wait_for(waiting, LIMIT_S) == ["end"] * 3
+    assert await outbox.get() == "end"
+
+
+@pytest.mark.parametrize("put_back", [True, False])
+async def test_the_end_comes_only_when_nobody_has_anything_in_hand(put_back: bool) -> None:
+    outbox: Outbox[str] = Outbox()
+    outbox.put("x")
+    outbox.end("end")
+    assert await outbox.get() == "x"
+    waiting = asyncio.create_task(outbox.get())
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    if put_back:
+        outbox.put_back("x")
+        assert await asyncio.wait_for(waiting, LIMIT_S) == "x"
+    outbox.settle()
+    assert await asyncio.wait_for(outbox.get() if put_back else waiting, LIMIT_S) == "end"
+
+
+async def test_an_end_said_at_once_takes_the_place_of_another() -> None:
+    outbox: Outbox[str] = Outbox()
+    outbox.end("well")
+    outbox.end("badly", at_once=True)
+    assert await outbox.get() == "badly"
+
+
 def test_several_loops_threads_and_cancelled_waiters_lose_and_double_nothing() -> None:
     outbox: Outbox[int] = Outbox()
     total, consumers = 3000, 4
