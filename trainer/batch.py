@@ -155,8 +155,11 @@ class Batch(Generic[Item]):
         try:
             # A cancelled consumer must not leave the batch half closed.
             await asyncio.shield(asyncio.wrap_future(self._engine.call(work)))
-        except (ClosedError, BrokerUnavailableError) as error:
+        except RolloutBusError as error:
             if complete:
+                self._outcome = error
+                raise
+            if not isinstance(error, (ClosedError, BrokerUnavailableError)):
                 raise
             # What ended the batch is told already, and what is left of it on the broker expires.
             log.warning("batch %s could not be closed on the broker (%s)", self.id, error)

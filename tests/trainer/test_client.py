@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rolloutbus.broker import codec
 from rolloutbus.broker.embedded import EmbeddedBroker
-from rolloutbus.broker.errors import RouteError, UnreadableResultError
+from rolloutbus.broker.errors import BooksError, RouteError, UnreadableResultError
 from rolloutbus.trainer import BatchCounts, CompletedGroup, GroupFailure, RolloutClient
 from rolloutbus.trainer.batch import GroupBatch
 
@@ -106,6 +106,22 @@ async def test_batches_run_side_by_side_and_a_paused_one_blocks_no_other(stack: 
         first = await anext(paused)
         check_groups(await groups_of(moving), 30)
         check_groups([first, *await groups_of(paused)], 10)
+
+
+@within(20)
+async def test_books_that_do_not_balance_are_an_error_for_all_who_ask(stack: Stack) -> None:
+    gates = Gates()
+    await stack.worker(EachRow(gates.rollout))
+    client = await stack.connected()
+    async with client.run_groups(rows_of(2), 2) as batch:
+        gates.open(0)
+        await anext(batch)
+        stack.redis.hincrby(stack.keys.batch(batch.id), "failed", 1)
+        gates.open(1)
+        await anext(batch)
+        for _ in range(2):
+            with pytest.raises(BooksError, match=f"the books of batch {batch.id} do not balance: 2 groups"):
+                await anext(batch)
 
 
 class Sealed:
