@@ -233,25 +233,30 @@ async def _check_subject(runner: Runner, keys: Keys, subject: str) -> None:
         raise FleetError(f"{kind} {name}: there is no {what} {name!r}; there are {', '.join(sorted(known))}")
 
 
-async def ask_fleet(runner: Runner, keys: Keys, settings: BrokerSettings, request: Request, timeout_s: float) -> None:
-    """Put a request to the fleet and wait for its answer; the asyncio form of `request_scale` and `request_drain`."""
-    await _check_subject(runner, keys, request.subject)
+async def ask_fleet(link: Link, keys: Keys, settings: BrokerSettings, request: Request, timeout_s: float) -> None:
+    """Put a request to the fleet and wait for its answer; the asyncio form of `request_scale` and `request_drain`.
+
+    A fleet whose lease is not there may only be about to renew it, after a broker's restart: it is gone when this
+    process has seen the broker for a whole lease.
+    """
+    await _check_subject(link, keys, request.subject)
     command = SCRIPTS["fleet_request"].call(
         [keys.fleet, keys.fleet_requests], request.subject, request.id, str(request.replicas), settings.key_ttl_ms
     )
-    if (await run_step(runner, command))[0][0] != b"ok":
-        raise FleetError(
-            f"no fleet runs for run {keys.run!r}; start one with `rolloutbus up`, or check the run's name and broker"
-        )
     deadline = time.monotonic() + timeout_s
+    while (await run_step(link, command))[0][0] != b"ok":
+        if link.watched_for(settings.lease_s) or time.monotonic() >= deadline:
+            raise FleetError(
+                f"no fleet runs for run {keys.run!r}; start one with `rolloutbus up`, or check the run's name and "
+                "broker"
+            )
+        await asyncio.sleep(_POLL_S)
     while True:
-        answer, alive = await runner.run(
-            [("HGET", keys.fleet_requests, f"answer:{request.id}"), ("EXISTS", keys.fleet)]
-        )
+        answer, alive = await link.run([("HGET", keys.fleet_requests, f"answer:{request.id}"), ("EXISTS", keys.fleet)])
         if answer is not None:
-            await runner.run([("HDEL", keys.fleet_requests, f"answer:{request.id}")])
+            await link.run([("HDEL", keys.fleet_requests, f"answer:{request.id}")])
             return _judge(request, answer.decode())
-        if not alive:
+        if not alive and link.watched_for(settings.lease_s):
             raise FleetError(
                 f"the fleet of run {keys.run!r} went away before it answered ({request.subject}); start it again "
                 "and repeat"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
+from collections.abc import AsyncGenerator
 
 
 class Slots:
@@ -12,6 +14,7 @@ class Slots:
     def __init__(self, total: int) -> None:
         self.total = total
         self.free = total
+        self._ahead = 0
         self._waiters: deque[asyncio.Future[None]] = deque()
 
     @property
@@ -28,18 +31,36 @@ class Slots:
     async def occupy(self) -> None:
         """Take a place, waiting for one."""
         while not self.occupy_now():
-            await self.any_free()
+            await self._change()
 
     async def any_free(self) -> None:
-        """Return when a place is free; it is not taken yet."""
-        while self.free <= 0:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+        """Return when a place is free and nobody goes ahead; it is not taken yet."""
+        while self.free <= 0 or self._ahead:
+            await self._change()
+
+    @contextlib.asynccontextmanager
+    async def ahead(self) -> AsyncGenerator[None]:
+        """Go on when a place is free; until this is left, nobody is told by `any_free` that there is one."""
+        self._ahead += 1
+        try:
+            while self.free <= 0:
+                await self._change()
+            yield
+        finally:
+            self._ahead -= 1
+            self._wake()
+
+    async def _change(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
 
     def release(self) -> None:
         """Give a place back."""
         self.free += 1
+        self._wake()
+
+    def _wake(self) -> None:
         # All of them look again, in order: one that only wanted to know, or was cancelled, would keep the word to
         # itself.
         waiters, self._waiters = self._waiters, deque()

@@ -182,9 +182,11 @@ class ShardWorker:
             del self._stops[token]
 
     async def _claim_for_ever(self) -> None:
-        pause = 0.0
         while not self._stopping.is_set():
-            pause = await self._claim_once() if self._slots.free > 0 else CLAIM_PARKED_EVERY_S
+            # The reader would have each place that comes free, as long as its stream has anything, and what is due or
+            # lost its instance would wait until all new groups have had their turn.
+            async with self._slots.ahead():
+                pause = 0.0 if self._stopping.is_set() else await self._claim_once()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
 

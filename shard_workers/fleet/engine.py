@@ -213,16 +213,23 @@ class FleetEngine:
             for _ in range(count):
                 added.append(await self._find_place(shard, added))
             await self._start_stacks(added)
+            for instance in added:
+                await self._begin(instance)
         except BaseException as error:
-            await self._discard(added)
+            await self._take_back(added)
             if isinstance(error, InstanceTroubleError):
                 raise _not_started(error) from None
             raise
         self.instances += added
         self._lost.pop(shard.name, None)
-        for instance in added:
-            await self._begin(instance)
         await self._lease.publish(self._published())
+
+    async def _take_back(self, added: Sequence[Instance]) -> None:
+        """None of them stays; those that run already hand back what they have."""
+        for instance in added:
+            await self._supervisor.leave(instance)
+        await self._end_instances([i for i in added if i.state is State.RUNNING], drain=False)
+        await self._discard(added)
 
     async def _find_place(self, shard: ShardSpec, added: Sequence[Instance]) -> Instance:
         """A free slot with ports of its own, and a place for it: a spare one, or one made for it."""

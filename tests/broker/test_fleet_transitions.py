@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -173,6 +174,30 @@ async def test_refusals_later_wishes_and_silence_are_told(link: Link, keys: Keys
     await mine.remove(SHARDS, [])
     with pytest.raises(FleetError, match="went away before it answered"):
         await third
+
+
+async def test_after_a_new_connection_a_fleet_is_not_taken_for_gone_before_it_could_renew(
+    link: Link, keys: Keys
+) -> None:
+    """Found by chaos on a fleet: a broker came back without the lease, which had run out meanwhile, and `scale` was
+    told that the living fleet had gone away.
+    """
+    patient = link.settings.model_copy(update={"lease_s": 5.0})
+    mine = fleet(link, keys)
+    await link.channel()
+    link.watching_since = time.monotonic()
+    request = Request("id1", "scale:math", 3)
+    asking = asyncio.create_task(ask_fleet(link, keys, patient, request, 20.0))
+    await asyncio.sleep(0.3)
+    assert not asking.done()
+    await mine.publish(MAP)
+    await first_wishes(mine, "id1")
+    await link.run([("DEL", keys.fleet)])
+    await asyncio.sleep(0.3)
+    assert not asking.done()
+    await mine.publish(MAP)
+    await mine.answer(request, DONE)
+    await asking
 
 
 async def test_a_new_fleet_is_not_bound_by_old_wishes(link: Link, keys: Keys) -> None:

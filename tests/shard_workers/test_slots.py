@@ -58,6 +58,44 @@ async def test_one_who_only_wants_to_know_does_not_keep_a_place_from_one_who_tak
     assert slots.free == 0
 
 
+async def test_one_who_goes_ahead_has_the_next_place_before_one_who_looks_for_any() -> None:
+    slots = Slots(1)
+    slots.occupy_now()
+    seen: list[str] = []
+
+    async def look() -> None:
+        await slots.any_free()
+        seen.append("look")
+
+    async def go_ahead() -> None:
+        async with slots.ahead():
+            seen.append("ahead")
+            await settle()
+            await slots.occupy()
+            seen.append("taken")
+
+    tasks = [asyncio.create_task(look()), asyncio.create_task(go_ahead())]
+    await settle()
+    slots.release()
+    await asyncio.wait_for(tasks[1], LIMIT_S)
+    assert seen == ["ahead", "taken"]
+    slots.release()
+    await asyncio.wait_for(tasks[0], LIMIT_S)
+    assert seen == ["ahead", "taken", "look"]
+
+
+async def test_one_who_is_cancelled_while_he_goes_ahead_lets_the_others_look() -> None:
+    slots = Slots(1)
+    slots.occupy_now()
+    entered = asyncio.create_task(slots.ahead().__aenter__())
+    looking = asyncio.create_task(slots.any_free())
+    await settle()
+    entered.cancel()
+    slots.release()
+    await asyncio.wait_for(looking, LIMIT_S)
+    assert entered.cancelled()
+
+
 async def test_a_cancelled_waiter_does_not_keep_the_word_to_itself() -> None:
     slots = Slots(1)
     slots.occupy_now()

@@ -214,6 +214,24 @@ async def test_a_retry_that_waits_for_the_only_slot_gets_it(stack: Stack) -> Non
     check_groups(groups, 20)
 
 
+@within(30)
+async def test_a_retry_that_is_due_is_not_overtaken_by_all_that_was_published_before(stack: Stack) -> None:
+    """The reader took each place that came free, and what failed once waited for the whole backlog to end."""
+    order: list[int] = []
+
+    async def rollout(row: Row) -> Row:
+        order.append(row["_rowidx"])
+        if order.count(0) == 1 and row["_rowidx"] == 0:
+            raise ConnectionError("reset")
+        await asyncio.sleep(0.02)
+        return {"row": row["_rowidx"]}
+
+    await stack.worker(EachRow(rollout), slots=1)
+    groups, _ = await outcome_of(stack, 150)
+    check_groups(groups, 150)
+    assert order.index(0, 1) < len(order) * 2 / 3
+
+
 class Held:
     """Rollouts that wait until they are let go, and remember who ran what."""
 

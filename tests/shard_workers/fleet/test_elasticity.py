@@ -13,8 +13,10 @@ import pytest
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import ConfigError, FleetError
 from rolloutbus.broker.fleet_transitions import request_drain, request_scale
+from rolloutbus.broker.keys import Keys
 from rolloutbus.broker.settings import BrokerSettings
-from rolloutbus.shard_workers import ShardFleet
+from rolloutbus.shard_workers import ShardFleet, ShardSetupError
+from rolloutbus.shard_workers.fleet.instances import Instance, InstanceTroubleError, Launcher
 from rolloutbus.trainer import RolloutClient
 
 from tests.shard_workers.fleet.fleets import (
@@ -132,6 +134,30 @@ def test_scaling_is_refused_where_ports_or_bundles_are_missing_and_changes_nothi
     assert fleet.status() == before
 
 
+def test_an_instance_that_dies_just_before_it_begins_takes_those_added_with_it_back(
+    valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by chaos on a fleet: `scale` said that nothing was left running, and the new instances stayed, unwatched."""
+    fleet = start_fleet(fleet_config(valkey.url, tmp_path, [shard("math", replicas=2)]))
+    before = fleet.status()
+    begin = Launcher.begin
+
+    async def begin_but_one(launcher: Launcher, instance: Instance) -> None:
+        if instance.label == "math/3":
+            raise InstanceTroubleError(f"{instance.label}: its process died during begin", dead=True)
+        await begin(launcher, instance)
+
+    monkeypatch.setattr(Launcher, "begin", begin_but_one)
+    with pytest.raises(ShardSetupError, match="math/3: its process died during begin; nothing is left running"):
+        fleet.scale("math", 4)
+    assert fleet.status() == before
+    with connected(valkey.url) as client:
+        assert not client.exists(Keys(fleet.run).instance("math/2"))
+    monkeypatch.undo()
+    fleet.scale("math", 4)
+    assert fleet.labels == {"math": [f"math/{at}" for at in range(4)]}
+
+
 def test_a_place_that_was_left_is_used_again(valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet) -> None:
     fleet = start_fleet(fleet_config(valkey.url, tmp_path, [shard("math", replicas=2, actor_cpus=0.9)]))
     fleet.scale("math", 1)
@@ -163,4 +189,4 @@ def test_an_instance_that_hangs_in_its_end_is_named_and_the_others_stop(
 
 def test_asking_a_run_without_a_fleet_is_refused_at_once(valkey: EmbeddedBroker) -> None:
     with pytest.raises(FleetError, match="no fleet runs for run 'nobody-here'"):
-        request_scale(BrokerSettings(url=valkey.url), "nobody-here", "math", 2)
+        request_scale(BrokerSettings(url=valkey.url, lease_s=1.0, renew_every_s=0.2), "nobody-here", "math", 2)

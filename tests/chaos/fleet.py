@@ -1,0 +1,359 @@
+"""`python -m tests.chaos.fleet [--schedules N] [--seed X] [--report FILE]`: operations on a real fleet, see README.md.
+
+One local Ray for all schedules of a run; a broker, a fleet and a trainer in this process for each. After each the
+verdict of the other chaos driver is asked, and that nothing of the fleet is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import json
+import logging
+import random
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+from rolloutbus.broker.errors import RolloutBusError
+from rolloutbus.trainer import RolloutClient
+
+from tests.chaos.fleet_faults import (
+    FleetPlan,
+    FleetStage,
+    Strike,
+    in_thread,
+    instance_pids,
+    instance_processes,
+    make_fleet_plan,
+    strike,
+)
+from tests.chaos.stage import RUN
+from tests.chaos.trainer_process import Trainer
+from tests.chaos.verdict import Evidence, violations
+
+HARD_LIMIT_S = 90.0
+SETTLE_S = 25.0
+SHUTDOWN_S = 60.0
+CPUS = 4
+ENDED = ("done", "handed", "failed")
+HEADER = (
+    "| operation | schedules | struck | refused | violated "
+    "| took median | took max | recovery median | recovery max |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)
+ray: Any = importlib.import_module("ray")
+
+
+class FleetTrainer(Trainer):
+    """The chaos trainer in the driver's own process; its journal is kept in memory."""
+
+    def __init__(self, stage: FleetStage, folder: Path) -> None:
+        plan = stage.plan
+        batches = [
+            {"rows": batch.rows, "size": batch.size, "client": batch.client, "by_row": batch.by_row}
+            for batch in plan.batches
+        ]
+        super().__init__(
+            {
+                "url": stage.broker.url, "run": RUN, "shards": [shard.name for shard in plan.shards],
+                "journal": str(folder / "unused.jsonl"), "settings": plan.settings, "kill_at": None,
+                "delay_s": plan.trainer_delay_s, "batches": batches,
+            }
+        )  # fmt: skip
+        self.lines: list[dict[str, Any]] = []
+        self._progress = stage.progress
+
+    def _note(self, kind: str, **words: Any) -> None:
+        self.lines.append({"kind": kind, **words})
+        self._progress.note(self.lines[-1])
+
+    async def run(self) -> None:
+        names = list(dict.fromkeys(batch["client"] for batch in self._words["batches"]))
+        async with contextlib.AsyncExitStack() as open_clients:
+            clients: dict[str, RolloutClient] = {}
+            for name in names:
+                clients[name] = await self._connected(name)
+                open_clients.push_async_callback(clients[name].close)
+            try:
+                await asyncio.gather(*(self._run_all(name, client) for name, client in clients.items()))
+            except RolloutBusError as error:
+                self._note("error", error=f"{type(error).__name__}: {error}")
+                return
+        self._note("finished")
+
+
+@dataclass
+class FleetOutcome:
+    """What came of a schedule."""
+
+    fleet_plan: FleetPlan
+    violations: list[str]
+    strikes: list[Strike]
+    seconds: float
+    account: str = field(default="", repr=False)
+
+
+class Words(logging.Handler):
+    """The product's own words of one schedule, for whoever looks for the cause of a violation."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        self.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+    @contextlib.contextmanager
+    def listening(self) -> Generator[None]:
+        product = logging.getLogger("rolloutbus")
+        product.addHandler(self)
+        product.setLevel(logging.INFO)
+        product.propagate = False
+        try:
+            yield
+        finally:
+            product.removeHandler(self)
+
+
+async def run_schedule(fleet_plan: FleetPlan, logs: Path) -> FleetOutcome:
+    """Play one schedule; nothing it started outlives it. `logs` is Ray's folder."""
+    began, since, words = time.monotonic(), time.time(), Words()
+    with tempfile.TemporaryDirectory(prefix="fleet-", ignore_cleanup_errors=True) as folder, words.listening():
+        stage = FleetStage(fleet_plan, Path(folder))
+        found: list[str] = []
+        try:
+            async with asyncio.timeout(HARD_LIMIT_S):
+                found = await _play(stage, Path(folder))
+        except TimeoutError:
+            found = [f"not over after {HARD_LIMIT_S:g} s; {await _waiting(stage)}", *stage.complaints]
+        except Exception:  # a mistake of the driver must not leave processes behind, nor count as a promise kept
+            found = [f"the driver failed: {traceback.format_exc()}", *stage.complaints]
+        finally:
+            await _clean_up(stage)
+    lines = [*words.lines[-80:], *_instances_said(logs, since)] if found else []
+    account = "\n".join(f"    {line}" for line in lines)
+    return FleetOutcome(fleet_plan, found, stage.strikes, time.monotonic() - began, account)
+
+
+async def _play(stage: FleetStage, folder: Path) -> list[str]:
+    await stage.start()
+    trainer = FleetTrainer(stage, folder)
+    strikes = [strike(stage, operation) for operation in stage.fleet_plan.operations]
+    tasks = [asyncio.create_task(work) for work in (trainer.run(), *strikes)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return await _judge(stage, trainer)
+
+
+async def _judge(stage: FleetStage, trainer: FleetTrainer) -> list[str]:
+    found = [f"the trainer ended with {error}" for error in stage.progress.errors]
+    if stage.fleet_plan.settles:
+        found += await _unsettled(stage)
+    found += await _shut_down(stage)
+    return [*found, *stage.complaints, *violations(await _evidence(stage, trainer.lines))]
+
+
+async def _unsettled(stage: FleetStage) -> list[str]:
+    """What of the fleet is not as the operations left it, when there was time enough for whatever was killed."""
+    deadline = time.monotonic() + SETTLE_S
+    # A fleet tells nobody that it has restarted an instance.
+    while (wrong := [*_unlike(stage), *await _unpublished(stage)]) and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    return [f"{words}, {SETTLE_S:g} s after the last batch" for words in wrong]
+
+
+def _unlike(stage: FleetStage) -> Iterator[str]:
+    processes, known = instance_pids(), stage.running.status()
+    for status in known:
+        if status.state != "running" or status.pid not in processes:
+            yield f"instance {status.label} is {status.state}, its process is {_state_of(status.pid, processes)}"
+    if strangers := processes - {status.pid for status in known}:
+        yield f"processes {sorted(strangers)} are no instance's"
+    for shard, labels in stage.running.labels.items():
+        if shard not in stage.blurred and len(labels) != stage.expected[shard]:
+            yield f"shard {shard} has {labels}, not {stage.expected[shard]} instances"
+
+
+def _state_of(pid: int, processes: set[int]) -> str:
+    return "unknown" if not pid else f"{pid}" if pid in processes else f"{pid}, which is gone"
+
+
+async def _unpublished(stage: FleetStage) -> list[str]:
+    async with stage.control() as control:
+        records: dict[bytes, bytes] = await control.hgetall(stage.keys.shards)
+    published = {name.decode(): json.loads(record)["labels"] for name, record in records.items()}
+    known = stage.running.labels
+    return [] if published == known else [f"the broker knows the instances {published}, the fleet has {known}"]
+
+
+async def _shut_down(stage: FleetStage) -> list[str]:
+    try:
+        async with asyncio.timeout(SHUTDOWN_S):
+            await in_thread(stage.running.shutdown)
+    except TimeoutError:
+        return [f"the fleet did not shut down within {SHUTDOWN_S:g} s"]
+    except RolloutBusError as error:
+        return [f"the fleet's shutdown ended with {error}", *await _left_behind()]
+    return await _left_behind()
+
+
+async def _left_behind() -> list[str]:
+    """Processes of instances that still run, and places that Ray has not got back."""
+    _, alive = await asyncio.to_thread(psutil.wait_procs, instance_processes(), 5)
+    left = [f"process {process.pid} of an instance was left behind" for process in alive]
+    deadline = time.monotonic() + 5
+    # Ray's books follow its processes by a moment.
+    while (free := ray.available_resources().get("CPU", 0)) < CPUS and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    return left if free == CPUS else [*left, f"only {free:g} of {CPUS} CPUs are free again"]
+
+
+async def _evidence(stage: FleetStage, journal: list[dict[str, Any]]) -> Evidence:
+    keys: dict[str, tuple[str, int, int]] = {}
+    async with stage.control() as control:
+        raw: list[Any] = await control.xrange(stage.keys.events)
+        for key in await control.keys("*"):
+            kind: str = (await control.type(key)).decode()
+            length = await control.xlen(key) if kind == "stream" else -1
+            keys[key.decode()] = (kind, await control.pttl(key), length)
+    events = [{name.decode(): value.decode() for name, value in fields.items()} for _, fields in raw]
+    return Evidence(stage.plan, journal, events, keys, trainer_crashed=False, trainer_gone=False, data_lost=False)
+
+
+async def _waiting(stage: FleetStage) -> str:
+    """What is under way, the fleet's own view, and what the broker says of the groups that are still out."""
+    under_way = [at.what for at in stage.strikes if at.took_s is None]
+    instances = [f"{at.label} {at.state}" for at in stage.fleet.status()] if stage.fleet else ["no fleet yet"]
+    words = [f"under way: {under_way}; instances: {instances}; {len(stage.progress.logged)} groups logged"]
+    with contextlib.suppress(Exception):
+        async with stage.control() as control:
+            for key in await control.keys("*batch:*"):
+                fields: dict[bytes, bytes] = await control.hgetall(key)
+                groups = {name.decode(): value.decode() for name, value in fields.items() if name[:2] == b"g:"}
+                out = [f"{name}={value}" for name, value in groups.items() if value.split()[0] not in ENDED]
+                words.append(f"{key.decode()} state {fields.get(b'state', b'?').decode()} still out: {out[:6]}")
+    return "; ".join(words)
+
+
+async def _clean_up(stage: FleetStage) -> None:
+    """End whatever is left, whatever happened."""
+    await stage.stop()
+    for process in instance_processes():
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    await asyncio.to_thread(stage.broker.stop)
+
+
+def _instances_said(logs: Path, since: float) -> list[str]:
+    """The last words of every process that Ray ran in the meantime."""
+    files = [path for path in sorted(logs.glob("session_2*/logs/worker-*.err")) if path.stat().st_mtime >= since]
+    words = {path.stem.rpartition("-")[2]: path.read_text("utf-8", "replace").splitlines() for path in files}
+    # Lines with a colon in front are Ray's own marks.
+    return [f"process {pid}: {line}" for pid, lines in words.items() for line in lines[-12:] if line and line[0] != ":"]
+
+
+def summary(outcome: FleetOutcome) -> str:
+    """One schedule on one line, with what replays it where something is wrong."""
+    plan = outcome.fleet_plan.plan
+    shards = "+".join(f"{shard.name}×{shard.replicas}" for shard in plan.shards)
+    groups = sum(batch.groups for batch in plan.batches)
+    what = f"{plan.fault:44} seed {plan.seed}: {outcome.seconds:5.1f} s, {groups} groups on {shards}"
+    told = "; ".join(_told(strike) for strike in outcome.strikes) or "not struck"
+    if not outcome.violations:
+        return f"ok   {what}, {told}"
+    wrong = "\n".join(f"    {violation}" for violation in outcome.violations)
+    replay = f"    replay: python -m tests.chaos.fleet --seed {plan.seed} --schedules 1"
+    return f"FAIL {what}, {told}\n{wrong}\n{replay}\n{outcome.account}"
+
+
+def _told(strike: Strike) -> str:
+    took = f" took {strike.took_s:.2f}" if strike.took_s else ""
+    recovery = f" recovery {strike.recovery_s:.2f}" if strike.recovery_s is not None else ""
+    return f"{strike.what}{' (refused)' if strike.refused else ''}:{took}{recovery}"
+
+
+def table(outcomes: Sequence[FleetOutcome]) -> str:
+    """Markdown, one line per kind of operation, and a sum; a schedule stands in the line of each that it planned."""
+    kinds = sorted({operation.kind for outcome in outcomes for operation in outcome.fleet_plan.operations})
+    lines = [_line(kind, outcomes) for kind in kinds]
+    return "\n".join([HEADER, *lines, _line(None, outcomes)])
+
+
+def _line(kind: str | None, outcomes: Sequence[FleetOutcome]) -> str:
+    mine = [at for at in outcomes if kind is None or any(it.kind == kind for it in at.fleet_plan.operations)]
+    strikes = [at for outcome in mine for at in outcome.strikes if kind in (None, at.operation.kind)]
+    violated = sum(bool(outcome.violations) for outcome in mine)
+    took = _median_and_max([at.took_s for at in strikes if at.took_s])
+    recovery = _median_and_max([at.recovery_s for at in strikes if at.recovery_s is not None])
+    refused = sum(bool(at.refused) for at in strikes)
+    return f"| {kind or '**all**'} | {len(mine)} | {len(strikes)} | {refused} | {violated} | {took} | {recovery} |"
+
+
+def _median_and_max(times: Sequence[float]) -> str:
+    return f"{statistics.median(times):.2f} s | {max(times):.2f} s" if times else "– | –"
+
+
+async def play(seeds: Sequence[int], logs: Path, out: TextIO) -> list[FleetOutcome]:
+    """Play the schedules one after another, telling `out` of each as it ends."""
+    outcomes: list[FleetOutcome] = []
+    for seed in seeds:
+        outcomes.append(await run_schedule(make_fleet_plan(seed), logs))
+        print(summary(outcomes[-1]), file=out, flush=True)
+    return outcomes
+
+
+@contextlib.contextmanager
+def local_ray() -> Generator[Path]:
+    """One Ray for all schedules; yields its folder, whose name is short because Ray puts sockets into it."""
+    with tempfile.TemporaryDirectory(prefix="rb-", ignore_cleanup_errors=True) as folder:
+        options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR", "_temp_dir": folder}
+        ray.init(address="local", num_cpus=CPUS, **options)
+        try:
+            yield Path(folder)
+        finally:
+            ray.shutdown()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos.fleet",
+        description="Change and break a running fleet, and see that nothing is lost.",
+    )
+    parser.add_argument("--schedules", type=int, default=25, help="how many schedules to play (default: 25)")
+    parser.add_argument("--seed", type=int, help="seed of the first schedule; the next ones count on from it")
+    parser.add_argument("--report", type=Path, help="write the table to this markdown file")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """0 when nothing was violated."""
+    given, out = _arguments(), sys.stdout
+    seed = random.randrange(1_000_000) if given.seed is None else given.seed
+    print(f"seed {seed}", flush=True)
+    # What Ray says on standard output of processes that died does not belong between the lines there.
+    with contextlib.redirect_stdout(sys.stderr), local_ray() as logs:
+        outcomes = asyncio.run(play(range(seed, seed + given.schedules), logs, out))
+    text = table(outcomes)
+    print(text)
+    if given.report:
+        given.report.write_text(f"{len(outcomes)} schedules from seed {seed}\n\n{text}\n", encoding="utf-8")
+    return int(any(outcome.violations for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
