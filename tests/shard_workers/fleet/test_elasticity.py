@@ -137,7 +137,7 @@ def test_scaling_is_refused_where_ports_or_bundles_are_missing_and_changes_nothi
 def test_an_instance_that_dies_just_before_it_begins_takes_those_added_with_it_back(
     valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found by chaos on a fleet: `scale` said that nothing was left running, and the new instances stayed, unwatched."""
+    """Found by chaos on a fleet: `scale` said that nothing was left running, and the new ones stayed, unwatched."""
     fleet = start_fleet(fleet_config(valkey.url, tmp_path, [shard("math", replicas=2)]))
     before = fleet.status()
     begin = Launcher.begin
