@@ -337,10 +337,13 @@ class Stack:
 
 def processes_but(broker: EmbeddedBroker) -> set[int]:
     """Descendants of this process, the broker's own two left out: a restarted broker is another process."""
-    children = {
-        child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE
-    }
-    return children - {broker.pid, broker.supervisor_pid}
+    children: set[int] = set()
+    for child in psutil.Process().children(recursive=True):
+        # It may end while it is looked at.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                children.add(child.pid)
+    return children - {broker.pid or 0, broker.supervisor_pid or 0}
 
 
 @contextlib.asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable
@@ -33,7 +34,10 @@ def free_cpus() -> float:
 
 def still_there(pids: Iterable[int]) -> list[Any]:
     """Processes that are alive, a few seconds being allowed to die in."""
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    processes: list[psutil.Process] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
     return psutil.wait_procs(processes, timeout=5)[1]
 
 
