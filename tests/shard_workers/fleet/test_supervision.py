@@ -113,7 +113,10 @@ def test_an_environment_that_stays_sick_is_replaced_and_named(
 async def test_when_the_budget_is_spent_the_batch_ends_with_the_reason(
     valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet, broker: Redis
 ) -> None:
-    config = fleet_config(valkey.url, tmp_path, [shard("math", row_s=0.2)], fleet={"max_restarts": 1})
+    # Two at a time, so that the batch is not through before the second kill.
+    config = fleet_config(
+        valkey.url, tmp_path, [shard("math", row_s=0.2)], fleet={"max_restarts": 1}, workers={"slots": 2}
+    )
     fleet = start_fleet(config)
     async with running_batch(fleet, 40) as batch:
         os.kill(pid_of(fleet, "math"), signal.SIGKILL)
