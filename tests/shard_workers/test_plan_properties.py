@@ -95,19 +95,17 @@ def test_a_leaf_that_no_later_layer_touches_stays(base: dict[str, Any], own: dic
     for path, leaf in leaves(base).items():
         if (len(path) == 1 and leaf is None) or any(path[: len(at)] == at or at[: len(path)] == path for at in touched):
             continue
-        if all(own_value != {} for own_value in _on_path(own, path)):
+        if not _holds(own, path):
             assert result[path] == leaf
 
 
-def _on_path(tree: Any, path: tuple[str, ...]) -> list[Any]:
-    """What a tree holds at the prefixes of a path; an empty mapping there may replace a scalar."""
-    found: list[Any] = []
+def _holds(tree: Any, path: tuple[str, ...]) -> bool:
+    """Whether a tree has anything at a path; a mapping without a leaf in it replaces a scalar too."""
     for key in path:
         if not isinstance(tree, dict) or key not in tree:
-            break
+            return False
         tree = cast("dict[str, Any]", tree)[key]
-        found.append(tree)
-    return found
+    return True
 
 
 @given(base=trees, own=trees)
