@@ -74,7 +74,7 @@ class BatchCollection:
         self.collecting = IntervalUnion()
         self._rows = rows
         self._size = num_generations
-        self._shards = shards
+        self.shards = shards
         self._sink = sink
         self._accumulator = PromptGroupAccumulator(rows, num_generations, allow_mixed_routes=True)
         self._incoming: dict[int, _Incoming] = {}
@@ -82,7 +82,7 @@ class BatchCollection:
 
     @property
     def groups(self) -> int:
-        return len(self._shards)
+        return len(self.shards)
 
     @property
     def all_ended(self) -> bool:
@@ -115,7 +115,7 @@ class BatchCollection:
         self._check_rows(entry)
         if entry.group in self._handed:
             # It came again after the broker lost its deletion, and counts as unread there.
-            return [Handover(self.batch, self._shards[entry.group], [], [entry.entry], len(entry.payload))]
+            return [Handover(self.batch, self.shards[entry.group], [], [entry.entry], len(entry.payload))]
         incoming = self._incoming.setdefault(entry.group, _Incoming(since=time.monotonic()))
         if entry.entry in incoming.entries:
             return []
@@ -218,7 +218,7 @@ class BatchCollection:
         by_shard: dict[str, list[int]] = {}
         for group in groups:
             if group not in self._handed:
-                by_shard.setdefault(self._shards[group], []).append(group)
+                by_shard.setdefault(self.shards[group], []).append(group)
         self._handed.update(groups)
         return [self._handover(shard, members) for shard, members in by_shard.items()]
 
@@ -226,7 +226,7 @@ class BatchCollection:
         """Once the batch is over: all its entries that nobody will have."""
         by_shard: dict[str, list[str]] = {}
         for group, incoming in self._incoming.items():
-            by_shard.setdefault(self._shards[group], []).extend(incoming.entries)
+            by_shard.setdefault(self.shards[group], []).extend(incoming.entries)
         self._incoming.clear()
         return [
             Handover(self.batch, shard, [], entries[first : first + _LEFT_AT_ONCE], 0)

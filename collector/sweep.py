@@ -51,10 +51,9 @@ class GroupState(NamedTuple):
 
 @dataclass(slots=True)
 class Watched:
-    """A batch under watch: what is collected of it, each group's shard, and how to learn what else is known of it."""
+    """A batch under watch: what is collected of it, and how to learn what else is known of a group."""
 
     collection: BatchCollection
-    shards: Sequence[str]
     outline: Callable[[int], OutgoingGroup]
     entries: Mapping[int, str]
     # Whether the broker that answers now has been told of this batch: not before it is opened, nor while a restarted
@@ -147,7 +146,7 @@ class Sweeper:
         if not self._link.watched_for(self._settings.lease_s):
             return
         for state in states:
-            record = records.get(watched.shards[state.group])
+            record = records.get(watched.collection.shards[state.group])
             # The worker ends its own group on time; one lease later nobody else will.
             limit = (record.group_timeout_s if record else 3600.0) + self._settings.lease_s
             if state.status not in _ENDED and state.first_take_ms and now_ms - state.first_take_ms > limit * 1000:
@@ -163,7 +162,7 @@ class Sweeper:
         records: Mapping[str, ShardRecord],
         alive: Mapping[str, Sequence[str]],
     ) -> None:
-        for shard in {watched.shards[state.group] for state in states}:
+        for shard in {watched.collection.shards[state.group] for state in states}:
             if alive.get(shard):
                 self._absent_since.pop(shard, None)
                 continue
@@ -183,7 +182,11 @@ class Sweeper:
                 "infra", "NoInstanceError", f"no live instance of shard {shard} for {absent:.0f} s; is its fleet up?"
             )
             for state in states:
-                if watched.shards[state.group] == shard and state.status not in _ENDED and state.status != "running":
+                if (
+                    watched.collection.shards[state.group] == shard
+                    and state.status not in _ENDED
+                    and state.status != "running"
+                ):
                     await self._expire(watched, state, "no_instance", 0, failure)
 
     def _absent_for(self, shard: str) -> float:
@@ -204,8 +207,8 @@ class Sweeper:
         quiet = time.monotonic() - watched.collection.last_progress
         if quiet < self._settings.sweep_every_s:
             return
-        for shard in dict.fromkeys(watched.shards[state.group] for state in states):
-            mine = [state for state in states if watched.shards[state.group] == shard]
+        for shard in dict.fromkeys(watched.collection.shards[state.group] for state in states):
+            mine = [state for state in states if watched.collection.shards[state.group] == shard]
             held = alive.get(shard, ())
             out = [s for s in mine if s.status not in _ENDED and not (s.status == "running" and s.instance in held)]
             stream = self._keys.groups(shard)
@@ -272,8 +275,8 @@ def describe_wait(watched: Watched, states: Sequence[GroupState], alive: Mapping
     """What a batch waits for: shard, groups, holders, since when."""
     quiet = time.monotonic() - watched.collection.last_progress
     parts: list[str] = []
-    for shard in dict.fromkeys(watched.shards[state.group] for state in states):
-        mine = [state for state in states if watched.shards[state.group] == shard]
+    for shard in dict.fromkeys(watched.collection.shards[state.group] for state in states):
+        mine = [state for state in states if watched.collection.shards[state.group] == shard]
         running = [f"group {s.group} on {s.instance} (attempt {s.attempt})" for s in mine if s.status == "running"]
         queued = [str(s.group) for s in mine if s.status != "running"]
         here = ", ".join(alive.get(shard, ())) or "none"

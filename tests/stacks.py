@@ -23,6 +23,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import psutil
 import redis
 import redis.asyncio
+from rolloutbus.broker import codec
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.keys import Keys
 from rolloutbus.broker.settings import BrokerSettings
@@ -76,6 +77,25 @@ def rows_of(groups: int, size: int = 2, route: str | Sequence[str] = "a", **more
 async def echo(row: Row) -> Row:
     """The simplest rollout: its result says which row it was."""
     return {"row": row["_rowidx"], "group_id": row["_group_id"]}
+
+
+class Sealed:
+    """Travels, and what becomes of it afterwards is a test's to say."""
+
+
+def seal(unpack: Callable[[Any], Sealed]) -> None:
+    """Let `Sealed` be unpacked by `unpack`."""
+    codec.register(Sealed, lambda _: "sealed", unpack)
+
+
+def refuse(value: Any) -> Sealed:
+    """The way back of a result that cannot be read."""
+    raise ValueError(f"no way back from {value!r}")
+
+
+async def sealed_rollout(row: Row) -> Row:
+    """A rollout whose result is sealed where the row asks for it."""
+    return {"row": row["_rowidx"], "value": Sealed() if row.get("sealed") else None}
 
 
 class EachRow:

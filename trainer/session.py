@@ -62,8 +62,7 @@ class Session:
     watched: Watched = field(init=False)
 
     def __post_init__(self) -> None:
-        shards = [group.shard for group in self.publication.groups]
-        self.watched = Watched(self.collection, shards, self._outline, self.publication.entries)
+        self.watched = Watched(self.collection, self._outline, self.publication.entries)
 
     def _outline(self, group: int) -> OutgoingGroup:
         about = self.publication.groups[group]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.chaos.faults import FAULTS
 from tests.chaos.plan import make_plan
-from tests.chaos.report import summary, table
+from tests.chaos.report import conclude, summary, table
 from tests.chaos.schedule import Outcome, run_schedule
 
 
@@ -58,11 +58,7 @@ def main() -> int:
     seed = random.randrange(1_000_000) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
     outcomes = asyncio.run(play(given.schedules, given.seconds, seed, given.only or list(FAULTS), given.jobs))
-    text = table(outcomes)
-    print(text)
-    if given.report:
-        given.report.write_text(f"{len(outcomes)} schedules from seed {seed}\n\n{text}\n", encoding="utf-8")
-    return int(any(outcome.violations for outcome in outcomes))
+    return conclude(table(outcomes), outcomes, seed, given.report)
 
 
 if __name__ == "__main__":

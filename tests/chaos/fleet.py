@@ -37,6 +37,7 @@ from tests.chaos.fleet_faults import (
     make_fleet_plan,
     strike,
 )
+from tests.chaos.report import conclude
 from tests.chaos.stage import RUN
 from tests.chaos.trainer_process import Trainer
 from tests.chaos.verdict import Evidence, violations
@@ -59,15 +60,11 @@ class FleetTrainer(Trainer):
 
     def __init__(self, stage: FleetStage, folder: Path) -> None:
         plan = stage.plan
-        batches = [
-            {"rows": batch.rows, "size": batch.size, "client": batch.client, "by_row": batch.by_row}
-            for batch in plan.batches
-        ]
         super().__init__(
             {
                 "url": stage.broker.url, "run": RUN, "shards": [shard.name for shard in plan.shards],
                 "journal": str(folder / "unused.jsonl"), "settings": plan.settings, "kill_at": None,
-                "delay_s": plan.trainer_delay_s, "batches": batches,
+                "delay_s": plan.trainer_delay_s, "batches": [batch.order for batch in plan.batches],
             }
         )  # fmt: skip
         self.lines: list[dict[str, Any]] = []
@@ -348,11 +345,7 @@ def main() -> int:
     # What Ray says on standard output of processes that died does not belong between the lines there.
     with contextlib.redirect_stdout(sys.stderr), local_ray() as logs:
         outcomes = asyncio.run(play(range(seed, seed + given.schedules), logs, out))
-    text = table(outcomes)
-    print(text)
-    if given.report:
-        given.report.write_text(f"{len(outcomes)} schedules from seed {seed}\n\n{text}\n", encoding="utf-8")
-    return int(any(outcome.violations for outcome in outcomes))
+    return conclude(table(outcomes), outcomes, seed, given.report)
 
 
 if __name__ == "__main__":

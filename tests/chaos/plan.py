@@ -60,6 +60,11 @@ class BatchPlan:
     def groups(self) -> int:
         return len(self.rows) // self.size
 
+    @property
+    def order(self) -> dict[str, Any]:
+        """What a trainer is told of it."""
+        return {"rows": self.rows, "size": self.size, "client": self.client, "by_row": self.by_row}
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
 
 from tests.chaos.schedule import Outcome
 
@@ -15,6 +17,21 @@ def table(outcomes: Sequence[Outcome]) -> str:
     faults = list(dict.fromkeys(sorted(outcome.plan.fault for outcome in outcomes)))
     lines = [_line(fault, [outcome for outcome in outcomes if outcome.plan.fault == fault]) for fault in faults]
     return "\n".join([HEADER, *lines, _line("**all**", outcomes)])
+
+
+class Judged(Protocol):
+    """The outcome of a schedule of either driver."""
+
+    @property
+    def violations(self) -> list[str]: ...
+
+
+def conclude(text: str, outcomes: Sequence[Judged], seed: int, report: Path | None) -> int:
+    """Print the table, write it to `report` too where that is given; the exit code, 0 when nothing was violated."""
+    print(text)
+    if report:
+        report.write_text(f"{len(outcomes)} schedules from seed {seed}\n\n{text}\n", encoding="utf-8")
+    return int(any(outcome.violations for outcome in outcomes))
 
 
 def _line(name: str, outcomes: Sequence[Outcome]) -> str:

@@ -119,10 +119,7 @@ class Stage:
         if self.trainer is not None:
             self.retired.append(self.trainer)
         self.trainer = Actor("trainer_process", "trainer", self.progress, self._folder)
-        batches = [
-            {"rows": batch.rows, "size": batch.size, "client": batch.client, "by_row": batch.by_row}
-            for batch in self.plan.batches
-        ]
+        batches = [batch.order for batch in self.plan.batches]
         shards = [shard.name for shard in self.plan.shards]
         where = {"url": await self._address("trainer"), "run": RUN, "shards": shards, "journal": str(self.journal_path)}
         how = {"settings": self.plan.settings, "kill_at": kill_at, "delay_s": self.plan.trainer_delay_s}

@@ -91,9 +91,7 @@ class Desk:
         sink = Sink(self.groups.append, self.errors.append)
         self.collection = BatchCollection("b", [{"n": at} for at in range(4)], 2, ["s", "s"], sink)
         self.collection.last_progress = self.clock.now
-        self.watched = Watched(
-            self.collection, ["s", "s"], lambda at: outline("b", at, "s", "a", 2, 2 * at), {0: "1-1", 1: "1-2"}
-        )
+        self.watched = Watched(self.collection, lambda at: outline("b", at, "s", "a", 2, 2 * at), {0: "1-1", 1: "1-2"})
         self.settings = BrokerSettings()
         self._sweeper = Sweeper(self.settings, KEYS, self.broker, self.broker)  # pyright: ignore[reportArgumentType]
 

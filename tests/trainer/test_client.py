@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import pytest
-from rolloutbus.broker import codec
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import BooksError, RouteError, UnreadableResultError
 from rolloutbus.trainer import BatchCounts, CompletedGroup, GroupFailure, RolloutClient
@@ -18,11 +17,15 @@ from tests.stacks import (
     EachRow,
     Gates,
     Row,
+    Sealed,
     Stack,
     check_groups,
     groups_of,
+    refuse,
     results_are_gone,
     rows_of,
+    seal,
+    sealed_rollout,
     stack_on,
     until,
     within,
@@ -124,22 +127,10 @@ async def test_books_that_do_not_balance_are_an_error_for_all_who_ask(stack: Sta
                 await anext(batch)
 
 
-class Sealed:
-    """Travels, and is never unpacked again."""
-
-
-def refuse(value: Any) -> Sealed:
-    raise ValueError(f"no way back from {value!r}")
-
-
 @within(20)
 async def test_a_result_that_cannot_be_read_ends_its_batch_for_all_who_wait_and_no_other(stack: Stack) -> None:
-    codec.register(Sealed, lambda _: "sealed", refuse)
-
-    async def rollout(row: Row) -> Row:
-        return {"row": row["_rowidx"], "value": Sealed() if row.get("sealed") else None}
-
-    await stack.worker(EachRow(rollout))
+    seal(refuse)
+    await stack.worker(EachRow(sealed_rollout))
     client = await stack.connected()
     async with client.run_groups(rows_of(4), 2) as other, client.run_groups(rows_of(1, sealed=True), 2) as batch:
         ends = await asyncio.gather(*(anext(batch) for _ in range(6)), return_exceptions=True)
@@ -153,7 +144,7 @@ async def test_a_result_that_cannot_be_read_ends_its_batch_for_all_who_wait_and_
 
 def refuse_slowly(value: Any) -> Sealed:
     time.sleep(0.3)
-    raise ValueError(f"no way back from {value!r}")
+    return refuse(value)
 
 
 @within(20)
@@ -161,14 +152,10 @@ async def test_nobody_is_told_that_all_went_well_while_the_last_result_is_being_
     """One thread of two that shared a batch took its end, and closed it, while the other one had the last result in
     hand, which could not be read.
     """
-    codec.register(Sealed, lambda _: "sealed", refuse_slowly)
-
-    async def rollout(row: Row) -> Row:
-        return {"row": row["_rowidx"], "value": Sealed()}
-
-    await stack.worker(EachRow(rollout))
+    seal(refuse_slowly)
+    await stack.worker(EachRow(sealed_rollout))
     client = await stack.connected()
-    async with client.run_groups(rows_of(1), 2) as batch:
+    async with client.run_groups(rows_of(1, sealed=True), 2) as batch:
         await until(lambda: batch.counts.completed == 1)
         ends = await asyncio.gather(
             *(asyncio.to_thread(asyncio.run, consume(batch)) for _ in range(2)), return_exceptions=True
@@ -193,14 +180,10 @@ async def test_a_result_whose_unpacking_was_interrupted_comes_again(
             raise kind
         return Sealed()
 
-    codec.register(Sealed, lambda _: "sealed", interrupted_once)
-
-    async def rollout(row: Row) -> Row:
-        return {"row": row["_rowidx"], "value": Sealed()}
-
-    await stack.worker(EachRow(rollout))
+    seal(interrupted_once)
+    await stack.worker(EachRow(sealed_rollout))
     client = await stack.connected()
-    async with client.run_groups(rows_of(3), 2) as batch:
+    async with client.run_groups(rows_of(3, sealed=True), 2) as batch:
         with pytest.raises(interruption):
             # Not awaited as a task, which would end the event loop with it.
             await anext(batch)

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy
 import pytest
-from rolloutbus.broker import codec
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import ClosedError, GroupFailedError, NoInstanceError, RowError, UnreadableResultError
 from rolloutbus.trainer import NemoRLEnvironment
 
-from tests.stacks import EachRow, Row, Stack, rows_of, within
+from tests.stacks import EachRow, Row, Stack, refuse, rows_of, seal, sealed_rollout, within
 
 PREFIX = "timing/train"
 SIZE = 4
@@ -280,28 +279,17 @@ async def test_the_failure_comes_from_the_awaitable_and_the_stream_is_over_after
         await anext(stream)
 
 
-class Sealed:
-    """Travels, and is never unpacked again."""
-
-
-def refuse(value: Any) -> Sealed:
-    raise ValueError(f"no way back from {value!r}")
-
-
 @within(20)
 async def test_a_result_that_cannot_be_read_is_named_by_the_callers_own_number(
     stack: Stack, environment: NemoRLEnvironment
 ) -> None:
-    codec.register(Sealed, lambda _: "sealed", refuse)
-
-    async def rollout(row: Row) -> Row:
-        return {"value": Sealed() if row["prompt"] == 21 else None}
-
-    await stack.worker(EachRow(rollout))
+    seal(refuse)
+    await stack.worker(EachRow(sealed_rollout))
+    rows = [{**row, "sealed": row["prompt"] == 21} for row in batch_of(2, first=20)]
     with pytest.raises(
         UnreadableResultError, match=r"the result of row 8[4-7] of batch \w+, from s, attempt 1, cannot"
     ):
-        await drive(environment, batch_of(2, first=20))
+        await drive(environment, rows)
 
 
 @within(20)
