@@ -53,6 +53,8 @@ class Outgoing:
     # Rows that have not been added yet; the instance's times travel with the last one.
     missing: int = 0
     age: int = 0
+    # Of all rows that were added.
+    added_bytes: int = 0
 
     @property
     def ready(self) -> bool:
@@ -106,6 +108,8 @@ class Finisher:
         self._without_room: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
         self._wake = asyncio.Event()
+        # Of the results of a finished group, the latest ones counting most.
+        self.group_bytes = 0.0
 
     def begin(self, attempt: Attempt, *, whole: bool, missing: int) -> Outgoing:
         """Announce an attempt; `whole` holds its `missing` rows back until the group is complete."""
@@ -116,6 +120,7 @@ class Finisher:
         """A row is finished; gives what to wait for before the next one, where too much is on its way already."""
         outgoing.rows[position] = payload
         outgoing.size += payload.size
+        outgoing.added_bytes += payload.size
         outgoing.missing -= 1
         if outgoing.whole:
             return None
@@ -219,6 +224,7 @@ class Finisher:
         if answer.status in ("ok", "repeated"):
             if write.acceptance.finish:
                 outgoing.settled.set_result(None)
+                self.group_bytes += 0.2 * (outgoing.added_bytes - self.group_bytes)
         elif answer.status == "duplicate":
             before = outgoing.size
             outgoing.put_back({at: payload for at, payload in write.rows.items() if at not in answer.seen})

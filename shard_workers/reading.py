@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from redis.backoff import ExponentialWithJitterBackoff
@@ -24,26 +26,38 @@ log = logging.getLogger("rolloutbus.worker")
 
 RawEntry = Any
 # One entry at a time shares a queue evenly among replicas. For groups that end faster than they can be read that costs
-# a round trip each, so one more is read than have ended since the last read, if they were as short as this.
+# a round trip each, so one more is read than have ended within this time, if none of them took longer than it.
 SHORT_GROUP_S = 0.05
-MOST_AT_ONCE = 16
+MOST_AT_ONCE = 32
+# Of groups with large results this many: more of them push each other out of the processor's cache.
+MOST_LARGE_AT_ONCE = 4
+RESULTS_AT_ONCE = 1 << 20
 # Unblocking races with the read's begin, so it is repeated until the read has returned.
 _UNBLOCK_EVERY_S = 0.02
 
 
 class GroupReader:
     """New entries for one consumer, and after a reconnect also those it was given before; the worker knows which it has
-    in hand.
+    in hand. `group_bytes` tells about how much a group's results are.
     """
 
-    def __init__(self, settings: BrokerSettings, control: Link, transitions: WorkerTransitions, purpose: str) -> None:
+    def __init__(
+        self,
+        settings: BrokerSettings,
+        control: Link,
+        transitions: WorkerTransitions,
+        purpose: str,
+        group_bytes: Callable[[], float] = float,
+    ) -> None:
         self._settings = settings
         self._control = control
         self._transitions = transitions
         self._purpose = purpose
+        self._group_bytes = group_bytes
         self._channel: Channel | None = None
         self._reading = False
-        self._short_ended = 0
+        # When short groups ended, the latest ones.
+        self._short_ended: deque[float] = deque(maxlen=MOST_AT_ONCE)
         self._stopped = False
 
     async def entries(self, slots: Slots) -> AsyncIterator[RawEntry]:
@@ -80,13 +94,19 @@ class GroupReader:
         return pending
 
     async def _read(self, channel: Channel, free: int) -> list[RawEntry]:
-        # What waited here for a slot could run elsewhere.
-        count = min(free, 1 + self._short_ended, MOST_AT_ONCE)
-        self._short_ended = 0
+        count = self._count(free)
         # A read that waits asks for one: others wait for the same queue, and may be idler.
         if count > 1 and (found := await self._ask(channel, count, None)):
             return found
         return await self._ask(channel, 1, int(self._settings.block_s * 1000))
+
+    def _count(self, free: int) -> int:
+        """How many groups to read at once, at most `free`: what waited here for a slot could run elsewhere."""
+        since = time.monotonic() - SHORT_GROUP_S
+        while self._short_ended and self._short_ended[0] < since:
+            self._short_ended.popleft()
+        most = max(MOST_LARGE_AT_ONCE, int(RESULTS_AT_ONCE / max(self._group_bytes(), 1.0)))
+        return min(free, 1 + len(self._short_ended), most, MOST_AT_ONCE)
 
     async def _ask(self, channel: Channel, count: int, block_ms: int | None) -> list[RawEntry]:
         if self._stopped:
@@ -106,7 +126,7 @@ class GroupReader:
     def group_ended(self, seconds: float) -> None:
         """A group that was read here has ended after `seconds`."""
         if seconds < SHORT_GROUP_S:
-            self._short_ended += 1
+            self._short_ended.append(time.monotonic())
 
     async def stop(self) -> None:
         """No read begins any more; one that waits returns at once, and what it got is delivered."""

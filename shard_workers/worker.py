@@ -74,7 +74,9 @@ class ShardWorker:
         self._finisher = Finisher(self._transitions, timing)
         self._runner = AttemptRunner(environment, self._transitions, self._finisher, self.settings, timing)
         self._leases = LeaseKeeper(settings, keys, self.identity, self.settings.slots, self._on_lost, self._on_replaced)
-        self._reader = GroupReader(settings, self._link, self._transitions, f"reader:{label}")
+        self._reader = GroupReader(
+            settings, self._link, self._transitions, f"reader:{label}", lambda: self._finisher.group_bytes
+        )
         self._slots = Slots(self.settings.slots)
         # Unique without asking the kernel for randomness each time: the first half is this process's.
         self._tokens = map((secrets.token_hex(8) + "{:x}").format, itertools.count())

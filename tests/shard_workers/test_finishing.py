@@ -184,6 +184,17 @@ async def test_small_rows_share_entries_up_to_their_bound(desk: Desk) -> None:
     assert max(map(len, entries)) == 2
 
 
+async def test_it_tells_about_how_much_the_latest_groups_results_are(desk: Desk) -> None:
+    for size in (1000, 50):
+        for group in range(40):
+            outgoing = desk.begin(group, rows=2)
+            desk.finisher.add(outgoing, 0, payload(size))
+            desk.finisher.add(outgoing, 1, payload(size))
+            desk.finisher.complete(outgoing)
+            await settled(outgoing)
+        assert desk.finisher.group_bytes == pytest.approx(2 * size, rel=0.01)
+
+
 async def test_a_repeated_finish_is_a_finish(desk: Desk) -> None:
     outgoing = desk.begin(rows=1)
     desk.broker.answers = [[Accepted("repeated")]]

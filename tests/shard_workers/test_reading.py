@@ -10,7 +10,14 @@ import pytest
 from rolloutbus.broker.channel import Link
 from rolloutbus.broker.scripts import load_scripts
 from rolloutbus.broker.worker_transitions import Identity, WorkerTransitions
-from rolloutbus.shard_workers.reading import MOST_AT_ONCE, SHORT_GROUP_S, GroupReader
+from rolloutbus.shard_workers import reading
+from rolloutbus.shard_workers.reading import (
+    MOST_AT_ONCE,
+    MOST_LARGE_AT_ONCE,
+    RESULTS_AT_ONCE,
+    SHORT_GROUP_S,
+    GroupReader,
+)
 from rolloutbus.shard_workers.slots import Slots
 
 from tests.stacks import Stack, until, within
@@ -19,12 +26,12 @@ from tests.stacks import Stack, until, within
 class Desk:
     """A reader of shard `s`, and what it delivered."""
 
-    def __init__(self, stack: Stack, slots: int, name: str = "i") -> None:
+    def __init__(self, stack: Stack, slots: int, name: str = "i", group_bytes: float = 0.0) -> None:
         self.stack = stack
         self.identity = Identity("s", "s", name)
         self.link = Link(stack.settings, "control", load_scripts)
         self.transitions = WorkerTransitions(self.link, stack.keys, stack.settings, self.identity)
-        self.reader = GroupReader(stack.settings, self.link, self.transitions, "reader")
+        self.reader = GroupReader(stack.settings, self.link, self.transitions, "reader", lambda: group_bytes)
         self.slots = Slots(slots)
         self.got: list[str] = []
         self.task = asyncio.create_task(self._read())
@@ -128,28 +135,61 @@ async def test_a_stream_that_was_deleted_is_made_again_and_read_on(desk: Desk) -
 
 
 @within(20)
-async def test_several_groups_are_read_at_once_only_where_they_end_at_once(stack: Stack) -> None:
-    """A queue of rollouts that take their time is shared evenly among replicas, one by one."""
-    desk = Desk(stack, slots=100)
-    await stack.reading("s", desk.identity.consumer)
-    reads_before = reads(stack)
+async def test_rollouts_that_take_their_time_are_read_one_by_one(desk: Desk) -> None:
+    """So that a queue of them is shared evenly among replicas."""
     for seconds in (SHORT_GROUP_S * 2, 60.0):
         desk.reader.group_ended(seconds)
-    wanted = desk.add(10)
-    await until(lambda: desk.got == wanted)
-    one_by_one = reads(stack) - reads_before
-    await desk.close()
-    stack.redis.delete(stack.keys.groups("s"))
+    assert await reads_of(desk, 10) >= 10
 
-    swift = Desk(stack, slots=100)
+
+@pytest.mark.parametrize("group_bytes", [0.0, RESULTS_AT_ONCE / MOST_AT_ONCE], ids=["tiny", "small"])
+@within(20)
+async def test_groups_that_end_at_once_are_read_many_at_a_time(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, group_bytes: float
+) -> None:
+    monkeypatch.setattr(reading, "SHORT_GROUP_S", 60.0)
+    assert await reads_of_swift(stack, group_bytes) <= 4
+
+
+@within(20)
+async def test_of_groups_with_large_results_only_few_are_read_at_once(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "SHORT_GROUP_S", 60.0)
+    assert await reads_of_swift(stack, RESULTS_AT_ONCE) >= 2 * MOST_AT_ONCE / MOST_LARGE_AT_ONCE
+
+
+@within(20)
+async def test_short_groups_of_a_while_ago_say_nothing_about_the_next(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that had read instant groups must not take most of the next batch of long ones."""
+    monkeypatch.setattr(reading, "SHORT_GROUP_S", 0.001)
+    assert await reads_of_swift(stack, 0.0, pause_s=0.05) >= 2 * MOST_AT_ONCE
+
+
+async def reads_of(desk: Desk, groups: int) -> int:
+    """How many reads it takes until these groups, added in one moment, are all here."""
+    reads_before = reads(desk.stack)
+    with desk.stack.redis.pipeline(transaction=True) as together:
+        for at in range(groups):
+            together.xadd(desk.stack.keys.groups("s"), {"n": at})
+        wanted = [entry.decode() for entry in together.execute()]
+    await until(lambda: desk.got[-groups:] == wanted)
+    return reads(desk.stack) - reads_before
+
+
+async def reads_of_swift(stack: Stack, group_bytes: float, pause_s: float = 0.0) -> int:
+    """The same for 64 groups, by a reader whose last groups ended at once, `pause_s` ago."""
+    swift = Desk(stack, slots=100, group_bytes=group_bytes)
+    await stack.reading("s", swift.identity.consumer)
     for _ in range(MOST_AT_ONCE):
         swift.reader.group_ended(0.0)
-    wanted = swift.add(MOST_AT_ONCE)
-    reads_before = reads(stack)
-    await until(lambda: swift.got == wanted)
-    assert reads(stack) - reads_before < one_by_one
+    await asyncio.sleep(pause_s)
+    found = await reads_of(swift, 2 * MOST_AT_ONCE)
     await swift.close()
     stack.redis.delete(stack.keys.groups("s"))
+    return found
 
 
 def reads(stack: Stack) -> int:
