@@ -19,6 +19,7 @@ from benchmarks import compare, plot, report
 from benchmarks.check import check
 from benchmarks.contest import BenchmarkError
 from benchmarks.crowd import crowd
+from benchmarks.held import held
 from benchmarks.makespan import makespan
 from benchmarks.payloads import COMPARED
 from benchmarks.results import Results, load, save, this_machine
@@ -67,6 +68,7 @@ def measure(part: str, given: argparse.Namespace) -> Results:
         found.compared, found.low_load_ms = compare.measure(given.peers, given.kinds, given.repeats, given.scale)
     elif part == "scaling":
         found.instances, found.crowd, found.growth = instances(given.scale), crowd(), growth(given.scale)
+        found.held = held()
     else:
         found.makespan = makespan()
     return found

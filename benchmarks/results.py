@@ -65,6 +65,14 @@ class CrowdPoint(BaseModel):
     keys_after: int
 
 
+class HeldPoint(BaseModel):
+    """Results that wait on the broker: how much, and by how much its memory grew for each byte of them."""
+
+    kind: str
+    outstanding_mb: float
+    per_byte: float
+
+
 class GrowthPoint(BaseModel):
     """One batch of so many rows: seconds, what the trainer held with the rows built, and its peak beyond that."""
 
@@ -98,6 +106,7 @@ class Results(BaseModel):
     instances: list[InstancesPoint] = Field(default_factory=list[InstancesPoint])
     crowd: list[CrowdPoint] = Field(default_factory=list[CrowdPoint])
     growth: list[GrowthPoint] = Field(default_factory=list[GrowthPoint])
+    held: list[HeldPoint] = Field(default_factory=list[HeldPoint])
     makespan: list[MakespanPoint] = Field(default_factory=list[MakespanPoint])
 
     @property
@@ -120,7 +129,9 @@ class Results(BaseModel):
 
 
 def load(path: Path) -> Results | None:
-    """What the file holds; None where there is none. Raises `BenchmarkError` for a file that is not ours."""
+    """What the file holds; None where there is none. Raises `BenchmarkError` for what is no file of ours."""
+    if path.is_dir():
+        raise BenchmarkError(f"{path} is a folder; name a file in it, such as {path / 'results.json'}, with --out")
     if not path.exists():
         return None
     try:

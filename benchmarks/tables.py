@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from benchmarks.compare import GOALS
 from benchmarks.contest import Measurement
 from benchmarks.figures import cpu_s_per_1000_rows, exponent, first_ms, peak_mb, percentile, rate, ratio
+from benchmarks.held import MEMORY_GOAL
 from benchmarks.makespan import GROUPS, MEDIAN_S, REPLICAS, SLOTS, STRAGGLER_S, STRAGGLERS
 from benchmarks.results import Compared, MakespanPoint, Results
 from benchmarks.scaling import COST_GOAL, EXPONENT_GOAL
@@ -34,6 +35,7 @@ def tables(results: Results) -> list[Table]:
         *([_instances(results)] if results.instances else []),
         *([_crowd(results)] if results.crowd else []),
         *([_growth(results)] if results.growth else []),
+        *([_held(results)] if results.held else []),
         *([_makespan(results)] if results.makespan else []),
     ]
 
@@ -178,6 +180,16 @@ def _growth(results: Results) -> Table:
         lines,
         f"Time grows as rows to the power of {power:.2f} (goal: at most {EXPONENT_GOAL:g}). Memory is what the "
         "trainer held with the rows built, and its peak beyond that; results are dropped as they come.",
+    )
+
+
+def _held(results: Results) -> Table:
+    return Table(
+        "Broker memory for results that wait for the trainer",
+        ["rows of", "waiting MB", "memory per byte"],
+        [[point.kind, f"{point.outstanding_mb:.0f}", f"{point.per_byte:.2f}"] for point in results.held],
+        f"What the server uses when all of a batch's results wait there, less what it used before (goal: at most "
+        f"{MEMORY_GOAL:g}).",
     )
 
 

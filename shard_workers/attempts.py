@@ -83,12 +83,12 @@ class AttemptRunner:
                 if not ended:
                     await self._cancel(work, attempt)
         if stopped.done():
-            return await self._stopped(attempt, stopped.result())
+            return await self._stopped(attempt, outgoing, stopped.result())
         if outgoing.settled.done() or (work.done() and not work.cancelled() and work.exception() is None):
             return await self._settled(attempt, taken, outgoing, timing)
         if ended:
-            return await self._failed(attempt, taken, _error_of(work))
-        return await self._failed(attempt, taken, DeadlineExceededError(
+            return await self._failed(attempt, taken, outgoing, _error_of(work))
+        return await self._failed(attempt, taken, outgoing, DeadlineExceededError(
             f"group {attempt.group.group} did not finish within {self._settings.group_timeout_s:g} s over all its "
             "attempts; raise group_timeout_s or look for a rollout that never ends"
         ))  # fmt: skip
@@ -154,16 +154,27 @@ class AttemptRunner:
         except LostAttemptError as error:
             return "gone" if str(error) == "gone" else "lost"
         except RolloutBusError as error:
-            return await self._failed(attempt, taken, error)
+            return await self._failed(attempt, taken, outgoing, error)
         return "done"
 
-    async def _stopped(self, attempt: Attempt, why: str) -> str:
+    async def _stopped(self, attempt: Attempt, outgoing: Outgoing, why: str) -> str:
         if why != "release":
             return why
+        await self._cease(outgoing)
         await self._transitions.release(attempt)
         return "released"
 
-    async def _failed(self, attempt: Attempt, taken: Taken, error: BaseException) -> str:
+    async def _cease(self, outgoing: Outgoing) -> None:
+        """Write nothing more of this attempt, which is about to give its group up: that would come too late.
+
+        Rows that finished before need not run again, where only missing ones do, so they are waited for.
+        """
+        if self._settings.rerun == "missing":
+            await self._finisher.written(outgoing)
+        self._finisher.drop(outgoing)
+
+    async def _failed(self, attempt: Attempt, taken: Taken, outgoing: Outgoing, error: BaseException) -> str:
+        await self._cease(outgoing)
         failure = describe(error)
         late = isinstance(error, DeadlineExceededError)
         infra = failure.failure_class == "infra"

@@ -55,6 +55,9 @@ class Outgoing:
     age: int = 0
     # Of all rows that were added.
     added_bytes: int = 0
+    # Steps that were sent and not answered, and what ends when there is none and no row waits.
+    unanswered: int = 0
+    written: asyncio.Future[None] | None = None
 
     @property
     def ready(self) -> bool:
@@ -85,6 +88,16 @@ class Outgoing:
     def give_up(self, error: Exception) -> None:
         if not self.settled.done():
             self.settled.set_exception(error)
+
+    def answered(self) -> None:
+        """A step of this attempt has its answer."""
+        self.unanswered -= 1
+        if self.written is not None and not self.written.done() and (not self.under_way or self.settled.done()):
+            self.written.set_result(None)
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self.unanswered or (self.rows and not self.whole))
 
 
 class _Write(NamedTuple):
@@ -136,6 +149,14 @@ class Finisher:
         """All rows have been added: finish the group with the next write."""
         outgoing.complete = True
         self._enqueue(outgoing)
+
+    async def written(self, outgoing: Outgoing) -> None:
+        """Return when all rows added so far are on the broker, or none will come there any more; rows that are held
+        back are not waited for.
+        """
+        if outgoing.under_way and not outgoing.settled.done():
+            outgoing.written = asyncio.get_running_loop().create_future()
+            await outgoing.written
 
     def drop(self, outgoing: Outgoing) -> None:
         """The attempt ended another way; what was not written yet is not written any more."""
@@ -202,20 +223,20 @@ class Finisher:
                 times[batch] = self._timing.packed(batch)
             entries[-1] = entries[-1]._replace(timing=times[batch])
         finish = outgoing.complete and not outgoing.rows
+        outgoing.unanswered += 1
         return _Write(outgoing, rows, Acceptance(outgoing.attempt, entries, finish))
 
     async def _write(self, writes: list[_Write]) -> None:
         try:
             answers = await self._transitions.accept([write.acceptance for write in writes])
         except RolloutBusError as error:
-            for write in writes:
-                write.outgoing.give_up(error)
-            return
+            answers = [error] * len(writes)
         for write, answer in zip(writes, answers, strict=True):
             if isinstance(answer, RolloutBusError):
                 write.outgoing.give_up(answer)
             else:
                 self._settle(write, answer)
+            write.outgoing.answered()
 
     def _settle(self, write: _Write, answer: Accepted) -> None:
         outgoing = write.outgoing

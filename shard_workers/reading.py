@@ -56,6 +56,8 @@ class GroupReader:
         self._group_bytes = group_bytes
         self._channel: Channel | None = None
         self._reading = False
+        # About how many the last reads found.
+        self._pace = 1
         # When short groups ended, the latest ones.
         self._short_ended: deque[float] = deque(maxlen=MOST_AT_ONCE)
         self._stopped = False
@@ -75,6 +77,7 @@ class GroupReader:
                     log.warning("%s: waiting for the broker (%s)", self._purpose, error)
                 await asyncio.sleep(backoff.compute(min(failures, 12)))
                 continue
+            self._pace = max(1, len(got), self._pace // 2)
             for entry in got:
                 yield entry
 
@@ -101,12 +104,16 @@ class GroupReader:
         return await self._ask(channel, 1, int(self._settings.block_s * 1000))
 
     def _count(self, free: int) -> int:
-        """How many groups to read at once, at most `free`: what waited here for a slot could run elsewhere."""
+        """How many groups to read at once, at most `free`: what waited here for a slot could run elsewhere. At most
+        two more than were there lately: the first of two replicas to see a burst leaves the other its part.
+        """
         since = time.monotonic() - SHORT_GROUP_S
         while self._short_ended and self._short_ended[0] < since:
             self._short_ended.popleft()
+        if not self._short_ended:
+            self._pace = 1
         most = max(MOST_LARGE_AT_ONCE, int(RESULTS_AT_ONCE / max(self._group_bytes(), 1.0)))
-        return min(free, 1 + len(self._short_ended), most, MOST_AT_ONCE)
+        return min(free, 1 + len(self._short_ended), 2 + self._pace, most, MOST_AT_ONCE)
 
     async def _ask(self, channel: Channel, count: int, block_ms: int | None) -> list[RawEntry]:
         if self._stopped:

@@ -39,6 +39,8 @@ log = logging.getLogger("rolloutbus.worker")
 # How often due retries, parked groups and expired leases are looked for, and how often while some are parked.
 CLAIM_EVERY_S = 1.0
 CLAIM_PARKED_EVERY_S = 0.05
+# Ends of an attempt after which its group is due again, perhaps before the next look.
+COMES_AGAIN = frozenset({"parked", "retry", "suspect"})
 
 
 class WorkerStatistics(NamedTuple):
@@ -85,6 +87,7 @@ class ShardWorker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: dict[str, int] = {}
         self._stopping = asyncio.Event()
+        self._more_due = asyncio.Event()
         self._release_after = self.settings.drain_timeout_s
         self._releasing = False
 
@@ -118,6 +121,7 @@ class ShardWorker:
         if timeout_s is not None:
             self._release_after = timeout_s
         self._stopping.set()
+        self._more_due.set()
 
     def stop(self) -> None:
         """Hand everything back at once."""
@@ -162,6 +166,8 @@ class ShardWorker:
             self._ended[outcome] = self._ended.get(outcome, 0) + 1
             if outcome == "done":
                 self._reader.group_ended(time.monotonic() - started)
+            elif outcome in COMES_AGAIN:
+                self._more_due.set()
             del self._in_hand[group.entry]
             self._slots.release()
 
@@ -188,9 +194,15 @@ class ShardWorker:
             # The reader would have each place that comes free, as long as its stream has anything, and what is due or
             # lost its instance would wait until all new groups have had their turn.
             async with self._slots.ahead():
+                self._more_due.clear()
                 pause = 0.0 if self._stopping.is_set() else await self._claim_once()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause)
+            await self._until_next_look(pause)
+
+    async def _until_next_look(self, pause: float) -> None:
+        """Seconds `pause`, but shorter where a group that comes again was put aside meanwhile."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._more_due.wait(), pause)
+            await asyncio.wait_for(self._stopping.wait(), CLAIM_PARKED_EVERY_S)
 
     async def _claim_once(self) -> float:
         """Look once for groups that may run again; returns the seconds until the next look."""

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Finds groups that may run again: due retries, parked ones whose batch has room, and those whose lease expired.
 -- KEYS: groups, delayed, parked | ARGV: consumer, instance, lease_ms, limit, observing(0|1), alone(0|1), run prefix, abandon_ms
--- { {entry, …}, ms until the next retry is due or -1, parked groups }. Claimed entries must be read and taken as any other.
+-- { {entry, …}, ms until the next retry for this instance is due or -1, parked groups }. Claimed entries must be read and taken as any other.
 local groups, consumer, limit = KEYS[1], ARGV[1], tonumber(ARGV[4])
 local lease_ms, prefix, now, out = tonumber(ARGV[3]), ARGV[7], now_ms(), {}
 if not is_stream(groups) then return { out, -1, 0 } end
@@ -13,11 +13,17 @@ local function claim(entry, idle, force)
   if #got > 0 then out[#out + 1] = entry end
 end
 
+-- Of groups on their last chance one at a time: if one is what kills its instances, the others would be lost with it, taken or not.
+local has_suspect, more_due = runs_suspect(prefix .. 'instance:' .. ARGV[2], prefix .. 'batch:'), false
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, limit * 4)) do
-  local entry, avoid = string.match(member, '^%S+ %S+ (%S+) (%S+)$')
-  if #out < limit and (ARGV[6] == '1' or avoid ~= ARGV[2]) then
+  local batch, group, entry, avoid = string.match(member, '^(%S+) (%S+) (%S+) (%S+)$')
+  local r = parse(redis.call('HGET', prefix .. 'batch:' .. batch, 'g:' .. group))
+  local suspect = r and r.status == 'suspect'
+  if (ARGV[6] == '1' or avoid ~= ARGV[2]) and not (suspect and has_suspect) then
+    if #out >= limit then more_due = true break end
     redis.call('ZREM', KEYS[2], member)
     claim(entry, 0, true)
+    has_suspect = has_suspect or suspect
   end
 end
 
@@ -53,5 +59,6 @@ if ARGV[5] == '1' and #out < limit then
     claim(held[1], lease_ms, false)
   end
 end
-local due = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
-return { out, due[2] and math.max(0, tonumber(due[2]) - now) or -1, redis.call('ZCARD', KEYS[3]) }
+-- What is due and was left is another's to take.
+local due = redis.call('ZRANGEBYSCORE', KEYS[2], '(' .. now, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+return { out, more_due and 0 or due[2] and tonumber(due[2]) - now or -1, redis.call('ZCARD', KEYS[3]) }

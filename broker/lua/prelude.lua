@@ -54,6 +54,13 @@ local function drop_entry(groups, entry)
   redis.call('XDEL', groups, entry)
 end
 
+-- Whether an instance runs a group on its last chance. `batches` is what the names of all batches begin with.
+local function runs_suspect(instance, batches)
+  local b, g, t = string.match(redis.call('HGET', instance, 'suspect') or '', '^(%S+) (%S+) (%S+)$')
+  local other = b and parse(redis.call('HGET', batches .. b, 'g:' .. g))
+  return other and other.status == 'running' and other.token == t
+end
+
 -- Bytes that a batch has waiting on one shard stand in a field of their own: admission is per shard.
 local function count_queued(batch, groups, bytes)
   return redis.call('HINCRBY', batch, 'queued_bytes:' .. string.match(groups, ':groups:(.+)$'), bytes)

@@ -5,13 +5,6 @@
 -- {'ok', attempt, infra, data, ms since the first take, accepted positions, ms since it was published}, or {'stale' | 'gone' | 'parked' | 'dead' | 'suspect' | 'unknown'}
 local batch, group, entry, token = ARGV[1], ARGV[2], ARGV[4], ARGV[7]
 
--- Whether this instance already runs a group on its last chance.
-local function runs_suspect(instance, batch_key)
-  local b, g, t = string.match(redis.call('HGET', instance, 'suspect') or '', '^(%S+) (%S+) (%S+)$')
-  local other = b and parse(redis.call('HGET', string.match(batch_key, '^(.*:batch:)') .. b, 'g:' .. g))
-  return other and other.status == 'running' and other.token == t
-end
-
 -- A broker that lost its data has no such stream; the group comes again.
 if not is_stream(KEYS[2]) then return { 'stale' } end
 local held = redis.call('XPENDING', KEYS[2], WORKERS, entry, entry, 1)
@@ -46,7 +39,7 @@ if r.status == 'running' and r.token ~= token then
   if r.infra == ARGV[13] - 1 then r.status = 'suspect' end
 end
 local suspect = r.status == 'suspect'
-if suspect and runs_suspect(KEYS[10], KEYS[1]) then
+if suspect and runs_suspect(KEYS[10], string.match(KEYS[1], '^(.*:batch:)')) then
   save(KEYS[1], group, r)
   redis.call('XACK', KEYS[2], WORKERS, entry)
   redis.call('ZADD', KEYS[9], now + 500, batch .. ' ' .. group .. ' ' .. entry .. ' -')

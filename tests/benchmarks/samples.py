@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from benchmarks.contest import Measurement
-from benchmarks.results import Compared, CrowdPoint, GrowthPoint, InstancesPoint, Machine, MakespanPoint, Results
+from benchmarks.results import (
+    Compared,
+    CrowdPoint,
+    GrowthPoint,
+    HeldPoint,
+    InstancesPoint,
+    Machine,
+    MakespanPoint,
+    Results,
+)
 
 MACHINE = Machine(
     cpu="A CPU", cores=2, system="Linux x86_64", python="3.13.0", server="Redis 7.0.15", ray="2.60.0", peak_is_true=True
@@ -36,6 +45,7 @@ def full() -> Results:
         instances=[InstancesPoint(shards=at, replicas=1, wall_us=40.0 + at, cpu_us=70.0) for at in (1, 16)],
         crowd=[crowd_point(1), crowd_point(1_000)],
         growth=[GrowthPoint(rows=rows, seconds=rows / 1e4, held_mb=60.0, growth_mb=0.5) for rows in (1_000, 100_000)],
+        held=[HeldPoint(kind="1.5 KB", outstanding_mb=64.0, per_byte=1.07)],
         makespan=[
             MakespanPoint(slots=2, seed=seed, bound_s=2.0, in_order_s=2.2, pull_s=pull, static_s=3.0)
             for seed, pull in ((1, 2.4), (2, 2.8))

@@ -42,3 +42,8 @@ def test_a_file_of_another_shape_is_left_alone_and_named(tmp_path: Path) -> None
     with pytest.raises(BenchmarkError, match=r"results\.json does not hold results of this version.*remove it"):
         save(out, full())
     assert out.read_text(encoding="utf-8") == '{"1.5 KB": {}}'
+
+
+def test_a_folder_as_the_file_of_results_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(BenchmarkError, match=r"is a folder; name a file in it"):
+        load(tmp_path)

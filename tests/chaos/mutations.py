@@ -54,7 +54,8 @@ MUTATIONS = (
     Mutation("release: token", "release", "or r.token ~= ARGV[4] or", "or"),
     Mutation("take: own delivery", "take", "if #held == 0 or held[1][2] ~= ARGV[8] then", "if #held == 0 then"),
     Mutation("take: crash budget", "take", "if r.infra >= tonumber(ARGV[13]) then", "if false then"),
-    Mutation("take: last chance alone", "take", "if suspect and runs_suspect(KEYS[10], KEYS[1]) then", "if false then"),
+    Mutation("take: last chance alone", "take", "if suspect and runs_suspect(", "if false and runs_suspect("),
+    Mutation("claim: last chance alone", "claim", "and not (suspect and has_suspect) then", "then"),
     Mutation(
         "claim: lease",
         "claim",

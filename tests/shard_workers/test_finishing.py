@@ -195,6 +195,38 @@ async def test_it_tells_about_how_much_the_latest_groups_results_are(desk: Desk)
         assert desk.finisher.group_bytes == pytest.approx(2 * size, rel=0.01)
 
 
+async def test_what_waits_or_is_unanswered_can_be_waited_for(desk: Desk) -> None:
+    outgoing = desk.begin()
+    desk.broker.may_answer.clear()
+    await asyncio.wait_for(desk.finisher.written(outgoing), LIMIT_S)
+    desk.finisher.add(outgoing, 0, payload())
+    await desk.broker.written.wait()
+    desk.finisher.add(outgoing, 1, payload())
+    waiting = asyncio.create_task(desk.finisher.written(outgoing))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    desk.broker.may_answer.set()
+    await asyncio.wait_for(waiting, LIMIT_S)
+    assert desk.positions() == [[(0,)], [(1,)]]
+
+
+@pytest.mark.parametrize("answer", [[Accepted("stale")], BrokerUnavailableError("gone")], ids=["refused", "away"])
+async def test_nobody_waits_for_what_will_not_be_written(desk: Desk, answer: list[Accepted] | Exception) -> None:
+    outgoing = desk.begin()
+    desk.broker.answers = [answer]
+    desk.finisher.add(outgoing, 0, payload())
+    await asyncio.wait_for(desk.finisher.written(outgoing), LIMIT_S)
+    assert isinstance(outgoing.settled.exception(), (LostAttemptError, BrokerUnavailableError))
+
+
+async def test_rows_that_are_held_back_are_not_waited_for(desk: Desk) -> None:
+    outgoing = desk.begin(whole=True)
+    desk.finisher.add(outgoing, 0, payload())
+    await asyncio.wait_for(desk.finisher.written(outgoing), LIMIT_S)
+    assert desk.broker.writes == []
+
+
 async def test_a_repeated_finish_is_a_finish(desk: Desk) -> None:
     outgoing = desk.begin(rows=1)
     desk.broker.answers = [[Accepted("repeated")]]

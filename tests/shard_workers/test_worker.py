@@ -151,6 +151,30 @@ async def test_with_independent_rows_only_what_is_missing_runs_again(stack: Stac
     assert [origin.attempt for origin in groups[0].origins] == [1, 2]
 
 
+@pytest.mark.parametrize("rerun", ["missing", "group"])
+@within(20)
+async def test_rows_that_finish_with_the_failure_of_another_are_no_refused_writes(stack: Stack, rerun: str) -> None:
+    """They were still on their way when the failure was reported, came after it, and were refused: run again, and
+    counted as writes of an attempt that had lost its lease.
+    """
+    runs = Counter[int]()
+
+    async def behaviour(rows: Sequence[Row]) -> AsyncGenerator[Any]:
+        for row in rows:
+            runs[row["_rowidx"]] += 1
+            late = row["_rowidx"] % 2 and runs[row["_rowidx"]] == 1
+            yield row, TimeoutError("slow model") if late else {"row": row["_rowidx"]}
+
+    await stack.worker(WholeGroup(behaviour), rerun=rerun, slots=8)
+    groups, batch = await outcome_of(stack, 40)
+    check_groups(groups, 40)
+    assert batch.metrics["timing/rollout/stale_writes"] == 0
+    assert batch.metrics["timing/rollout/retries"] == 40
+    if rerun == "missing":
+        assert runs == {row: 1 + row % 2 for row in range(80)}
+        assert {tuple(origin.attempt for origin in group.origins) for group in groups} == {(1, 2)}
+
+
 @within(20)
 async def test_a_group_that_is_committed_whole_shows_nothing_before_and_is_of_one_attempt(stack: Stack) -> None:
     go, half = asyncio.Event(), asyncio.Event()

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from rolloutbus.broker.embedded import EmbeddedBroker
+from rolloutbus.shard_workers.worker import CLAIM_EVERY_S
 from rolloutbus.trainer import Batch, BatchCounts, CompletedGroup
 
 from tests.stacks import QUICK, ROOT, EachRow, Row, Stack, check_groups, groups_of, rows_of, stack_on, until, within
@@ -307,6 +308,26 @@ async def test_a_trainer_that_pauses_keeps_the_brokers_bytes_bounded_and_loses_n
             groups += await groups_of(batch)
         check_groups(groups, 200)
         assert batch.counts == BatchCounts(200, 200, 0, 0)
+
+
+@within(60)
+async def test_groups_that_wait_for_room_go_on_soon_after_there_is_some(broker: EmbeddedBroker) -> None:
+    """Each was put aside right after the worker had looked for such groups, and waited for its next look."""
+
+    async def rollout(row: Row) -> Row:
+        return {"row": row["_rowidx"], "text": "x" * 1000}
+
+    async with stack_on(broker, max_unread_bytes=1, max_queued_bytes=1) as stack:
+        stack.host()
+        await stack.worker(EachRow(rollout))
+        client = await stack.connected()
+        began = time.monotonic()
+        async with client.run_groups(rows_of(20, text="y" * 1000), 2) as batch:
+            async for _ in batch:
+                # Longer than it takes until the next group is put aside, and shorter than a look finds it waiting.
+                await asyncio.sleep(0.1)
+        assert batch.counts == BatchCounts(20, 20, 0, 0)
+        assert time.monotonic() - began < 20 * CLAIM_EVERY_S / 2
 
 
 def bytes_of(stack: Stack, batch: str) -> tuple[int, int]:

@@ -241,9 +241,33 @@ async def test_groups_on_their_last_chance_run_one_at_a_time_on_an_instance(stag
     await stage.expire_lease(lost[1].group)
     group = await stage.claimed(heir)
     assert (await heir.take(group, "t", observing=True, crash_limit=2)).status == "suspect"
-    assert (await heir.claim(10, observing=True, alone=True)).entries == []
+    await all_delayed_due(stage)
+    # An instance that does not run one already may have it, this one not; and nothing is due soon for this one.
+    left = await heir.claim(10, observing=True, alone=True)
+    assert (left.entries, left.next_due_ms) == ([], None)
     await stage.finish(heir, first)
-    (member,) = await stage.raw("ZRANGE", stage.keys.delayed(SHARD), 0, -1)
-    await stage.raw("ZADD", stage.keys.delayed(SHARD), 0, member)
     taken = await heir.take(await stage.claimed(heir), "t", observing=True, crash_limit=2)
     assert (taken.status, taken.attempt, taken.infra_failures) == ("ok", 2, 1)
+
+
+async def test_of_groups_on_their_last_chance_an_instance_claims_one_and_leaves_the_others_to_its_peers(stage: Stage):
+    """It claimed all of them, was killed by the first, and the others waited for another lease."""
+    await stage.sealed(3)
+    dead, heir, peer = (stage.worker(f"math/{at}") for at in range(3))
+    await heir.register()
+    await peer.register()
+    lost = [await stage.taken(dead) for _ in range(3)]
+    running = await stage.taken_over(lost[0], heir, crash_limit=2)
+    for attempt in lost[1:]:
+        await stage.expire_lease(attempt.group)
+        status = (await heir.take(await stage.claimed(heir), "t", observing=True, crash_limit=2)).status
+        assert status == "suspect"
+    await stage.finish(heir, running)
+    await all_delayed_due(stage)
+    assert [len((await worker.claim(10, observing=True, alone=False)).entries) for worker in (heir, peer)] == [1, 1]
+
+
+async def all_delayed_due(stage: Stage) -> None:
+    delayed = stage.keys.delayed(SHARD)
+    for member in await stage.raw("ZRANGE", delayed, 0, -1):
+        await stage.raw("ZADD", delayed, 0, member)
