@@ -11,10 +11,12 @@ import gc
 import importlib
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
-from rolloutbus.trainer import CompletedGroup, RolloutClient
+from rolloutbus.broker.keys import Keys
+from rolloutbus.trainer import Batch, CompletedGroup, RolloutClient
 
 from benchmarks.contest import BenchmarkError
 from benchmarks.figures import percentile
@@ -28,6 +30,7 @@ redis: Any = importlib.import_module("redis")
 CROWDS = [1, 10, 100, 1_000]
 # For each crowd, so that each has as many latencies.
 BATCHES = 2_000
+PUBLISHED_WITHIN_S = 60.0
 
 
 def crowd() -> list[CrowdPoint]:
@@ -89,6 +92,7 @@ async def _held(client: RolloutClient, probe: Any, size: int) -> dict[str, int]:
     async with contextlib.AsyncExitStack() as stack:
         opened = [client.run_groups(make_rows("1.5 KB", GROUP_SIZE, 1), GROUP_SIZE) for _ in range(size)]
         batches = [await stack.enter_async_context(batch) for batch in opened]
+        await _all_published(probe, batches)
         counts = {
             "connections": len(probe.client_list()) - 1,  # without the probe's own
             "tasks": _tasks_of_other_threads(),
@@ -100,6 +104,16 @@ async def _held(client: RolloutClient, probe: Any, size: int) -> dict[str, int]:
             async for _ in batch:
                 pass
     return counts
+
+
+async def _all_published(probe: Any, batches: Sequence[Batch[Any]]) -> None:
+    """A batch is begun and published after its call has returned."""
+    deadline = time.monotonic() + PUBLISHED_WITHIN_S
+    for batch in batches:
+        while probe.hget(Keys(RUN).batch(batch.id), "state") != b"sealed":
+            if time.monotonic() > deadline:
+                raise BenchmarkError(f"batch {batch.id} was not published within {PUBLISHED_WITHIN_S:g} s")
+            await asyncio.sleep(0.01)
 
 
 def _tasks_of_other_threads() -> int:

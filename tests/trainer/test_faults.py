@@ -431,7 +431,7 @@ async def test_a_failure_that_was_handed_over_does_not_come_again_after_a_restar
     async with trainer(stack, take=9) as first:
         batch_id = (await first.event())["batch"]
         assert (await first.event())["group"] == 0
-        await until(lambda: record(stack, batch_id, 0)[2] == "told")
+        await until(lambda: record(stack, batch_id, 0)[2] == "told" and is_sealed(stack, batch_id))
         first.process.kill()
         await first.process.wait()
     client = await stack.connected(name_wait_s=10.0)
