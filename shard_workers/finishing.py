@@ -92,12 +92,13 @@ class Outgoing:
     def answered(self) -> None:
         """A step of this attempt has its answer."""
         self.unanswered -= 1
-        if self.written is not None and not self.written.done() and (not self.under_way or self.settled.done()):
+        if self.written is not None and not self.written.done() and not self.under_way:
             self.written.set_result(None)
 
     @property
     def under_way(self) -> bool:
-        return bool(self.unanswered or (self.rows and not self.whole))
+        """Whether a step is unanswered or a row waits to be sent, of an attempt that can still write."""
+        return not self.settled.done() and bool(self.unanswered or (self.rows and not self.whole))
 
 
 class _Write(NamedTuple):
@@ -154,7 +155,7 @@ class Finisher:
         """Return when all rows added so far are on the broker, or none will come there any more; rows that are held
         back are not waited for.
         """
-        if outgoing.under_way and not outgoing.settled.done():
+        if outgoing.under_way:
             outgoing.written = asyncio.get_running_loop().create_future()
             await outgoing.written
 

@@ -36,9 +36,10 @@ from .worker_settings import WorkerSettings
 
 log = logging.getLogger("rolloutbus.worker")
 
-# How often due retries, parked groups and expired leases are looked for, and how often while some are parked.
+# How often due retries, parked groups and expired leases are looked for, and how soon again while some are parked or
+# after one was put aside.
 CLAIM_EVERY_S = 1.0
-CLAIM_PARKED_EVERY_S = 0.05
+CLAIM_AGAIN_S = 0.05
 # Ends of an attempt after which its group is due again, perhaps before the next look.
 COMES_AGAIN = frozenset({"parked", "retry", "suspect"})
 
@@ -202,7 +203,7 @@ class ShardWorker:
         """Seconds `pause`, but shorter where a group that comes again was put aside meanwhile."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._more_due.wait(), pause)
-            await asyncio.wait_for(self._stopping.wait(), CLAIM_PARKED_EVERY_S)
+            await asyncio.wait_for(self._stopping.wait(), CLAIM_AGAIN_S)
 
     async def _claim_once(self) -> float:
         """Look once for groups that may run again; returns the seconds until the next look."""
@@ -215,9 +216,9 @@ class ShardWorker:
             log.warning("%s: cannot look for groups to take over (%s)", self.identity.label, error)
             return CLAIM_EVERY_S
         if claimed.parked:
-            return CLAIM_PARKED_EVERY_S
+            return CLAIM_AGAIN_S
         due = CLAIM_EVERY_S if claimed.next_due_ms is None else claimed.next_due_ms / 1000
-        return min(CLAIM_EVERY_S, max(due, CLAIM_PARKED_EVERY_S))
+        return min(CLAIM_EVERY_S, max(due, CLAIM_AGAIN_S))
 
     def _observing(self) -> bool:
         return self._link.watched_for(self._broker.lease_s)
