@@ -190,7 +190,9 @@ class ClientTransitions:
     async def expire(
         self, shard: str, group: OutgoingGroup, entry: str, reason: str, timeout_s: float, failure: Failure
     ) -> str:
-        """End a group that nobody will finish: `reason` is deadline, no_instance or vanished."""
+        """End a group that nobody will finish. `reason`: deadline, `timeout_s` since its first take; no_instance, where
+        one that runs was not renewed for `timeout_s`; vanished.
+        """
         keys = self._keys
         command = SCRIPTS["expire"].call(
             [keys.batch(group.batch), keys.groups(shard), keys.delayed(shard), keys.parked(shard),

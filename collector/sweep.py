@@ -182,12 +182,8 @@ class Sweeper:
                 "infra", "NoInstanceError", f"no live instance of shard {shard} for {absent:.0f} s; is its fleet up?"
             )
             for state in states:
-                if (
-                    watched.collection.shards[state.group] == shard
-                    and state.status not in _ENDED
-                    and state.status != "running"
-                ):
-                    await self._expire(watched, state, "no_instance", 0, failure)
+                if watched.collection.shards[state.group] == shard and state.status not in _ENDED:
+                    await self._expire(watched, state, "no_instance", self._settings.lease_s, failure)
 
     def _absent_for(self, shard: str) -> float:
         """Seconds since this shard was first found without an instance, looked at again and again since."""

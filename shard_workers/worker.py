@@ -189,6 +189,9 @@ class ShardWorker:
         finally:
             self._leases.forget(attempt)
             del self._stops[token]
+            if taken.infra_failures == self.settings.infra_attempts - 1:
+                # It was on its last chance, and others like it may have waited for it to end.
+                self._more_due.set()
 
     async def _claim_for_ever(self) -> None:
         while not self._stopping.is_set():

@@ -8,7 +8,11 @@ if h[2] ~= ARGV[7] then return { 'not-owner' } end
 local r = parse(h[3])
 if not r or r.status == 'done' or r.status == 'handed' or r.status == 'failed' then return { 'over' } end
 if ARGV[8] == 'deadline' and (tonumber(r.first_take) == 0 or now_ms() - tonumber(r.first_take) < tonumber(ARGV[9])) then return { 'early' } end
-if ARGV[8] == 'no_instance' and r.status == 'running' then return { 'early' } end
+if ARGV[8] == 'no_instance' and r.status == 'running' then
+  -- Whoever ran it has not renewed for so long, and nobody is there to take it over.
+  local held = redis.call('XPENDING', KEYS[2], WORKERS, r.entry, r.entry, 1)
+  if #held > 0 and held[1][3] < tonumber(ARGV[9]) then return { 'early' } end
+end
 if r.entry == '-' then r.entry = ARGV[4] end
 if ARGV[8] == 'vanished' and (r.entry == '-' or #redis.call('XRANGE', KEYS[2], r.entry, r.entry) > 0) then return { 'early' } end
 local member = batch .. ' ' .. group .. ' ' .. r.entry

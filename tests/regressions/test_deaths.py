@@ -47,6 +47,34 @@ async def test_the_death_of_the_whole_fleet_ends_the_wait(tmp_path: Path) -> Non
         assert time.monotonic() - began < 10
 
 
+async def test_what_the_last_instance_took_with_it_does_not_wait_for_its_deadline(tmp_path: Path) -> None:
+    """Groups that nobody had taken ended after `no_instance_timeout_s`; those that the last instance was running when
+    its node went kept the step waiting for their deadline, an hour.
+    """
+    async with arena_on(tmp_path, no_instance_timeout_s=1.0) as arena:
+        await arena.process("s/0", kill_at=["start", 1], slots=3)
+        async with arena.client() as client, asyncio.timeout(20):
+            batch = client.run_groups(rows_of(3, 2), 2, on_failure="yield")
+            assert [failure.type async for failure in batch if isinstance(failure, GroupFailure)] == [
+                "NoInstanceError"
+            ] * 3
+
+
+async def test_groups_on_their_last_chance_follow_one_another_at_once(arena: Arena) -> None:
+    """Eight groups were lost with their worker, and ran one at a time on the next, as they must; but each waited up to
+    a second for somebody to look whether the one before had ended.
+    """
+    await arena.process("s/0", kill_at=["environment", 1], slots=8)
+    ends: list[float] = []
+    async with arena.client() as client, client.run_groups(rows_of(8, 1, ms=20), 1) as batch:
+        await arena.progress.until(lambda: arena.actors[0].gone)
+        await arena.process("s/1", slots=8, infra_attempts=2)
+        async for _ in batch:
+            ends.append(time.monotonic())
+    assert batch.metrics["timing/rollout/redeliveries"] >= 6
+    assert ends[-1] - ends[0] < 0.5 * (len(ends) - 1)
+
+
 async def _keep_alive(arena: Arena, label: str) -> None:
     """What a fleet does: a dead instance is replaced under its label."""
     while True:

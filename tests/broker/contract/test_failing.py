@@ -181,18 +181,28 @@ async def test_a_running_group_that_is_over_its_deadline_is_taken_from_its_holde
     assert [entry.kind for entry in await stage.results()] == ["failed"]
 
 
-async def test_without_an_instance_only_what_does_not_run_expires(stage: Stage):
+async def test_without_an_instance_what_has_a_lease_does_not_expire(stage: Stage):
     batch = await stage.sealed(3)
     worker = stage.worker()
     await stage.taken(worker)
     parked = await stage.delivered(worker)
     await stage.raw("HSET", stage.keys.batch(batch.id), "unread_bytes", 1 << 40)
     assert (await worker.take(parked, "t", observing=True, crash_limit=5)).status == "parked"
-    ends = [await expire(batch, "no_instance", group=group) for group in range(3)]
+    ends = [await expire(batch, "no_instance", timeout_s=30, group=group) for group in range(3)]
     assert ends == ["early", "dead", "dead"]
     assert await stage.raw("ZCARD", stage.keys.parked(SHARD)) == 0
     assert await stage.queued() == [batch.entries[0]]
     assert await stage.count(batch, f"queued_bytes:{SHARD}") == 0
+
+
+async def test_without_an_instance_what_was_lost_with_the_last_one_expires_too(stage: Stage):
+    batch = await stage.sealed()
+    worker = stage.worker()
+    attempt = await stage.taken(worker)
+    await stage.expire_lease(attempt.group)
+    assert await expire(batch, "no_instance", timeout_s=stage.settings.lease_s) == "dead"
+    assert (await stage.finish(worker, attempt)).status == "stale"
+    assert [entry.kind for entry in await stage.results()] == ["failed"]
 
 
 async def test_only_what_is_not_on_the_stream_has_vanished(stage: Stage):
