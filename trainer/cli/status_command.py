@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -10,10 +12,10 @@ from rich.table import Table
 
 from ...broker.channel import Link
 from ...broker.client_transitions import cancel_batch
-from ...broker.errors import UnknownBatchError
+from ...broker.errors import BrokerTimeoutError, BrokerUnavailableError, UnknownBatchError
 from ...broker.inspection import RunState, ShardState, ask, find_runs, inspect_run
 from ...broker.keys import Keys
-from .console import add_row, new_table, out, print_json, seconds, show_table
+from .console import add_row, clock, new_table, out, print_json, say, seconds, show_table
 from .targets import AsJson, BrokerUrl, RunName, on_broker, on_run, the_run
 
 _SHARD_COLUMNS = ("shard", "queued", "running", "delayed", "parked", "oldest", "alive", "slots", "dead")
@@ -21,27 +23,54 @@ _BATCH_COLUMNS = ("batch", "client", "state", "groups", "done", "failed", "run",
 _INSTANCE_COLUMNS = ("instance", "host", "pid", "running", "slots")
 
 
-def status(broker_url: BrokerUrl = None, run: RunName = None, as_json: AsJson = False) -> None:
+Watch = Annotated[
+    float | None,
+    typer.Option(
+        "--watch",
+        metavar="SECONDS",
+        min=0.1,
+        help="Look again every so many seconds, until Ctrl-C; also while the broker is away.",
+        show_default=False,
+    ),
+]
+
+
+def status(broker_url: BrokerUrl = None, run: RunName = None, as_json: AsJson = False, watch: Watch = None) -> None:
     """Show shards, instances and open batches of a run, or of all runs.
 
     Groups of a shard are queued (nobody has them), running, delayed (waiting for a retry) or parked (their batch has no
     room for results); `oldest` is the age of the oldest of them. Of a batch, `seen` is how long ago its client was.
 
-    Example: rolloutbus status --run exp1
+    Example: rolloutbus status --run exp1 --watch 2
     """
 
     async def look(link: Link) -> list[RunState]:
         runs = [(await the_run(link, run)).run] if run is not None else await find_runs(link)
         return [await inspect_run(link, name) for name in runs]
 
-    states = on_broker(broker_url, look)
+    show_all(on_broker(broker_url, look), as_json=as_json)
+    while watch is not None:
+        time.sleep(watch)
+        try:
+            states = on_broker(broker_url, look)
+        except (BrokerUnavailableError, BrokerTimeoutError) as error:
+            say(f"{clock(int(time.time() * 1000))} {error}", "red")
+            continue
+        if out.is_terminal and not as_json:
+            out.clear()
+        show_all(states, as_json=as_json)
+
+
+def show_all(states: Sequence[RunState], *, as_json: bool) -> None:
+    """All runs on standard output, as tables or as one JSON document, at once also where that is a pipe."""
     if as_json:
         print_json({"runs": [dataclasses.asdict(state) for state in states]})
-        return
-    if not states:
+    elif not states:
         out.print("no run on this broker")
-    for state in states:
-        show(state)
+    else:
+        for state in states:
+            show(state)
+    out.file.flush()
 
 
 def show(state: RunState) -> None:

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from rolloutbus.broker.embedded import EmbeddedBroker
@@ -52,6 +59,32 @@ def test_status_of_an_empty_broker_says_so(broker: EmbeddedBroker, monkeypatch: 
     monkeypatch.setenv("REDIS_URL", broker.url)
     assert "no run" in call("status").out
     assert call("status", "--json").json == {"runs": []}
+
+
+def documents(lines: Iterable[str]) -> Any:
+    """The next JSON document, whose last line is a brace of its own."""
+    return json.loads("".join(itertools.takewhile(lambda line: line != "}\n", lines)) + "}")
+
+
+def test_watching_looks_again_and_outlasts_a_restart_of_the_broker(stage: Stage, broker: EmbeddedBroker) -> None:
+    command = [sys.executable, "-m", "rolloutbus.trainer.cli.app", "status", "--watch", "0.2", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        try:
+            assert [documents(watching.stdout)["runs"][0]["run"] for _ in range(2)] == [RUN, RUN]
+            broker.kill()
+            assert "reach the broker" in watching.stderr.readline()
+            broker.restart()
+            documents(watching.stdout)
+        finally:
+            watching.send_signal(signal.SIGINT)
+        assert watching.wait(20) == 130
+
+
+def test_what_cannot_be_watched_from_the_start_is_an_error() -> None:
+    said = call("status", "--broker-url", "redis://127.0.0.1:1/0", "--watch", "1", code=1)
+    assert "cannot reach the broker" in said.err
 
 
 def test_unknown_run_lists_those_there_are(stage: Stage) -> None:
