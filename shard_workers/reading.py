@@ -138,6 +138,10 @@ class GroupReader:
     async def stop(self) -> None:
         """No read begins any more; one that waits returns at once, and what it got is delivered."""
         self._stopped = True
+        await self.interrupt()
+
+    async def interrupt(self) -> None:
+        """A read that waits returns at once; what it got is delivered."""
         while self._reading and self._channel is not None and not self._channel.broken:
             try:
                 control = await self._control.channel()

@@ -36,8 +36,8 @@ from .worker_settings import WorkerSettings
 
 log = logging.getLogger("rolloutbus.worker")
 
-# How often due retries, parked groups and expired leases are looked for, and how soon again while some are parked or
-# after one was put aside.
+# How often due retries, parked groups and expired leases are looked for, and how soon again while some are parked,
+# after one was put aside, and where there were as many as places.
 CLAIM_EVERY_S = 1.0
 CLAIM_AGAIN_S = 0.05
 # Ends of an attempt after which its group is due again, perhaps before the next look.
@@ -212,13 +212,18 @@ class ShardWorker:
         """Look once for groups that may run again; returns the seconds until the next look."""
         try:
             alone = not await self._transitions.peers_alive()
-            claimed = await self._transitions.claim(self._slots.free, observing=self._observing(), alone=alone)
+            free = self._slots.free
+            claimed = await self._transitions.claim(free, observing=self._observing(), alone=alone)
             for raw in await self._transitions.fetch(claimed.entries):
                 await self._admit(raw)
+            if claimed.entries and not self._slots.free:
+                # It waits for the slot that is taken now: what it got would wait in hand, beside peers that are idle.
+                await self._reader.interrupt()
         except RolloutBusError as error:
             log.warning("%s: cannot look for groups to take over (%s)", self.identity.label, error)
             return CLAIM_EVERY_S
-        if claimed.parked:
+        # As many as were asked for: there may be more, and new groups would have the places that come free until then.
+        if claimed.parked or len(claimed.entries) >= free:
             return CLAIM_AGAIN_S
         due = CLAIM_EVERY_S if claimed.next_due_ms is None else claimed.next_due_ms / 1000
         return min(CLAIM_EVERY_S, max(due, CLAIM_AGAIN_S))

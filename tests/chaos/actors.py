@@ -8,14 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.chaos.child import now_ms
+from tests.chaos.spans import Span
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,13 +60,19 @@ class Progress:
 
 
 class Actor:
-    """One child process. `held` are the groups that a worker has read and not ended."""
+    """One child process. `held` are the groups that a worker has read and not ended. For the verdict it keeps what the
+    process told of them, when it was there, and when it was kept from working, or even from being heard.
+    """
 
     def __init__(self, module: str, name: str, progress: Progress, folder: Path) -> None:
         self.name = name
         self.held: set[str] = set()
         self.up = self.down = self.gone = False
         self.code: int | None = None
+        self.lines: list[dict[str, Any]] = []
+        self.up_at = self.gone_at = math.inf
+        self.unable: list[Span] = []
+        self.unheard: list[Span] = []
         self.process: psutil.Process | None = None
         self.log_path = folder / f"{name.replace('/', '-')}-{time.monotonic_ns()}.log"
         self._module = module
@@ -88,7 +98,7 @@ class Actor:
             with contextlib.suppress(ValueError):  # a line that a SIGKILL cut short
                 self._take(json.loads(line))
         self.code = await process.wait()
-        self.gone = True
+        self.gone, self.gone_at = True, now_ms()
         self._progress.note({"kind": "gone", "name": self.name})
 
     def _take(self, line: dict[str, Any]) -> None:
@@ -96,9 +106,24 @@ class Actor:
             self.held.add(line["group"])
         elif line["kind"] == "ended":
             self.held.discard(line["group"])
-        elif line["kind"] in ("up", "down"):
-            setattr(self, line["kind"], True)
+        elif line["kind"] == "up":
+            self.up, self.up_at = True, line["at"]
+        elif line["kind"] == "down":
+            self.down = True
+        if line["kind"] in ("claimed", "held", "ended"):
+            self.lines.append(line)
         self._progress.note(line)
+
+    @contextlib.contextmanager
+    def hindered(self, *, heard: bool = True) -> Generator[None]:
+        """While the driver keeps it from taking groups, and where it is not `heard` from renewing them too."""
+        began = now_ms()
+        try:
+            yield
+        finally:
+            self.unable.append((began, now_ms()))
+            if not heard:
+                self.unheard.append(self.unable[-1])
 
     def signal(self, number: int) -> None:
         if self._process is not None and self._process.returncode is None:

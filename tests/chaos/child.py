@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any, NoReturn
 
 
@@ -26,8 +27,13 @@ def _end_with_driver() -> None:
 
 
 def tell(kind: str, **words: Any) -> None:
-    """One event for the driver. One write per line, because several threads may tell."""
-    os.write(1, json.dumps({"kind": kind, **words}).encode() + b"\n")
+    """One event for the driver, with its time. One write per line, because several threads may tell."""
+    os.write(1, json.dumps({"kind": kind, "at": now_ms(), **words}).encode() + b"\n")
+
+
+def now_ms() -> float:
+    """What all processes of a schedule mean by a time."""
+    return time.time() * 1000
 
 
 def die() -> NoReturn:

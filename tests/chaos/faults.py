@@ -6,17 +6,20 @@ A fault returns when it is over; the schedule then goes on to its end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import os
 import random
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import redis.exceptions
 
 from tests.chaos.actors import Actor
+from tests.chaos.child import now_ms
 from tests.chaos.plan import KILL_POINTS, LEASE_S, Plan
 from tests.chaos.stage import PATIENCE_S, Stage
 
@@ -54,23 +57,25 @@ async def worker_paused(stage: Stage, plan: Plan) -> None:
     if stage.progress.over:
         return
     stage.struck(victim.held)
-    victim.signal(signal.SIGSTOP)
-    await asyncio.sleep(LEASE_S * 1.3 + plan.hold_s)
-    replaced = plan.dice("paused").random() < 0.4
-    if replaced:
-        newer = await stage.add_worker(victim.name)
-        await stage.progress.until(lambda: newer.up or newer.gone)
-    victim.signal(signal.SIGCONT)
-    if replaced and not await victim.wait(PATIENCE_S):
-        stage.complaints.append(f"{victim.name} did not end although another process has its label")
+    with victim.hindered(heard=False):
+        victim.signal(signal.SIGSTOP)
+        await asyncio.sleep(LEASE_S * 1.3 + plan.hold_s)
+        replaced = plan.dice("paused").random() < 0.4
+        if replaced:
+            newer = await stage.add_worker(victim.name)
+            await stage.progress.until(lambda: newer.up or newer.gone)
+        victim.signal(signal.SIGCONT)
+        if replaced and not await victim.wait(PATIENCE_S):
+            stage.complaints.append(f"{victim.name} did not end although another process has its label")
 
 
 async def broker_restarted(stage: Stage, plan: Plan) -> None:
     if await stage.logged(plan.at):
         stage.struck()
-        await asyncio.to_thread(stage.broker.kill)
-        await asyncio.sleep(plan.hold_s)
-        await stage.restart_broker()
+        with stage.disturbance():
+            await asyncio.to_thread(stage.broker.kill)
+            await asyncio.sleep(plan.hold_s)
+            await stage.restart_broker()
 
 
 async def broker_cut(stage: Stage, plan: Plan) -> None:
@@ -81,6 +86,8 @@ async def broker_cut(stage: Stage, plan: Plan) -> None:
             return
         stage.data_lost = True
         stage.struck()
+        # What the broker's record lost, nobody can judge.
+        stage.disturbed.append((now_ms(), math.inf))
         await asyncio.to_thread(stage.broker.kill)
     finally:
         watching.cancel()
@@ -102,11 +109,12 @@ def _cut(stage: Stage, dice: random.Random) -> None:
 async def broker_frozen(stage: Stage, plan: Plan) -> None:
     if await stage.logged(plan.at) and stage.broker.pid is not None:
         stage.struck()
-        os.kill(stage.broker.pid, signal.SIGSTOP)
-        try:
-            await asyncio.sleep(plan.hold_s)
-        finally:
-            os.kill(stage.broker.pid, signal.SIGCONT)
+        with stage.disturbance():
+            os.kill(stage.broker.pid, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(plan.hold_s)
+            finally:
+                os.kill(stage.broker.pid, signal.SIGCONT)
 
 
 async def connections_killed(stage: Stage, plan: Plan) -> None:
@@ -116,9 +124,10 @@ async def connections_killed(stage: Stage, plan: Plan) -> None:
         return
     stage.struck()
     async with stage.control() as control:
-        for _ in range(dice.randrange(1, 6)):
-            await control.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-            await asyncio.sleep(dice.uniform(0, 0.4))
+        with stage.disturbance():
+            for _ in range(dice.randrange(1, 6)):
+                await control.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+                await asyncio.sleep(dice.uniform(0, 0.4))
 
 
 def _network(mode: str) -> Fault:
@@ -130,25 +139,40 @@ def _network(mode: str) -> Fault:
         hit = names if dice.random() < 0.4 else [names[plan.victim % len(names)]]
         held = {group for name in hit if name in stage.workers for group in stage.workers[name].held}
         stage.struck(held)
-        for name in hit:
-            stage.proxies[name].misbehave(mode)
-        await asyncio.sleep(dice.choice([0.3, 1.0, 2.5]) + (plan.hold_s if mode != "slow" else 2))
-        for name in hit:
-            stage.proxies[name].heal()
+        with _hindered(stage, hit, mode):
+            for name in hit:
+                stage.proxies[name].misbehave(mode)
+            await asyncio.sleep(dice.choice([0.3, 1.0, 2.5]) + (plan.hold_s if mode != "slow" else 2))
+            for name in hit:
+                stage.proxies[name].heal()
 
     return strike
 
 
+@contextlib.contextmanager
+def _hindered(stage: Stage, names: Sequence[str], mode: str) -> Generator[None]:
+    """A worker behind a bad network can take nothing; where it is the trainer's, nobody can."""
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            hit = stage.workers.get(name)
+            stack.enter_context(hit.hindered(heard=mode == "slow") if hit else stage.disturbance())
+        yield
+
+
 async def memory_full(stage: Stage, plan: Plan) -> None:
-    """`maxmemory` below what is used, for a while."""
+    """`maxmemory` below what is used, for a while. Not before the workers are up: one that starts then ends at once,
+    and no fleet is here to start it again.
+    """
+    await stage.progress.until(lambda: all(worker.up or worker.gone for worker in stage.workers.values()))
     if not await stage.logged(plan.at):
         return
     stage.struck()
     async with stage.control() as control:
         used = (await control.info("memory"))["used_memory"]
-        await control.config_set("maxmemory", int(used * plan.dice("memory").uniform(0.6, 1.02)))
-        await asyncio.sleep(0.5 + plan.hold_s)
-        await control.config_set("maxmemory", 0)
+        with stage.disturbance():
+            await control.config_set("maxmemory", int(used * plan.dice("memory").uniform(0.6, 1.02)))
+            await asyncio.sleep(0.5 + plan.hold_s)
+            await control.config_set("maxmemory", 0)
 
 
 async def trainer_killed(stage: Stage, plan: Plan) -> None:
@@ -169,9 +193,10 @@ async def trainer_paused(stage: Stage, plan: Plan) -> None:
     assert trainer is not None
     if await stage.logged(plan.at):
         stage.struck()
-        trainer.signal(signal.SIGSTOP)
-        await asyncio.sleep(LEASE_S * 1.3 + min(plan.hold_s, 2.0))
-        trainer.signal(signal.SIGCONT)
+        with stage.disturbance():
+            trainer.signal(signal.SIGSTOP)
+            await asyncio.sleep(LEASE_S * 1.3 + min(plan.hold_s, 2.0))
+            trainer.signal(signal.SIGCONT)
 
 
 async def trainer_left(stage: Stage, plan: Plan) -> None:
@@ -192,8 +217,9 @@ async def scaled(stage: Stage, plan: Plan) -> None:
     await stage.write_run()
     await stage.progress.until(lambda: victim.up or victim.gone)
     stage.struck(victim.held)
-    victim.signal(signal.SIGTERM)
-    await stage.progress.until(lambda: victim.gone or stage.progress.over)
+    with victim.hindered():
+        victim.signal(signal.SIGTERM)
+        await stage.progress.until(lambda: victim.gone or stage.progress.over)
 
 
 async def mixed(stage: Stage, plan: Plan) -> None:
@@ -209,10 +235,14 @@ async def mixed(stage: Stage, plan: Plan) -> None:
     strikes.append(worker_killed(stage, plan))
     if kill_orders(plan)[1] is not None:
         strikes.append(trainer_killed(stage, plan))
+    began = now_ms()
     for outcome in await asyncio.gather(*strikes, return_exceptions=True):
         # The driver's own connection may be cut with the others; all else is a mistake of the driver.
         if isinstance(outcome, BaseException) and not isinstance(outcome, (OSError, redis.exceptions.RedisError)):
             raise outcome
+        if outcome is not None:
+            # What it had broken stayed so until now.
+            stage.disturbed.append((began, now_ms()))
     async with stage.control() as control:
         await control.config_set("maxmemory", 0)
 

@@ -27,6 +27,7 @@ import psutil
 from rolloutbus.broker.errors import RolloutBusError
 from rolloutbus.trainer import RolloutClient
 
+from tests.chaos.evidence import Evidence
 from tests.chaos.fleet_faults import (
     FleetPlan,
     FleetStage,
@@ -40,7 +41,7 @@ from tests.chaos.fleet_faults import (
 from tests.chaos.report import conclude
 from tests.chaos.stage import RUN
 from tests.chaos.trainer_process import Trainer
-from tests.chaos.verdict import Evidence, violations
+from tests.chaos.verdict import violations
 
 HARD_LIMIT_S = 90.0
 SETTLE_S = 25.0

@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.child import now_ms
+
 
 class Journal:
     """Appends to `path`, synced line by line."""
@@ -18,7 +20,7 @@ class Journal:
         self._file = path.open("ab")
 
     def write(self, kind: str, **words: Any) -> None:
-        self._file.write(json.dumps({"kind": kind, **words}).encode() + b"\n")
+        self._file.write(json.dumps({"kind": kind, "at": now_ms(), **words}).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 

@@ -1,4 +1,5 @@
-"""Weakens one guard of the broker's scripts at a time, in a copy of the product, and shows which test notices.
+"""Weakens one guard of the broker's scripts at a time, in a copy of the product, and shows which test notices; and
+makes the worker dawdle in ways in which it once did, and shows which schedule notices.
 
 `python -m tests.chaos.mutations [NAME …]` prints a line per guard and ends with 1 if one is noticed by nobody. The
 copy is imported in place of the product through a meta path entry of its own, so nothing that is installed changes.
@@ -13,22 +14,34 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("broker", "producer", "collector", "shard_workers", "trainer")
+WORKER = "shard_workers/worker.py"
 TESTS = ("tests/broker/contract", "tests/regressions/test_leases.py")
+
+# The words of the verdict on waiting.
+WAITED = re.compile(r"\S.* (?:was due|had been due|that were due waited) .*")
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A guard in a script: the line that holds it, and the line without it."""
+    """A guard in a script, or another file of the product: the line that holds it, and the line without it. `plays` are
+    schedules, by fault and seed, of which one must notice where no test is asked.
+    """
 
     name: str
     script: str
     guard: str
     weakened: str
+    plays: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def path(self) -> str:
+        return self.script if "/" in self.script else f"broker/lua/{self.script}.lua"
 
 
 MUTATIONS = (
@@ -66,6 +79,27 @@ MUTATIONS = (
     Mutation("handed: owner", "handed", "if h[1] and h[2] ~= ARGV[1] then", "if false then"),
     Mutation("close: owner", "close", "if h[2] ~= ARGV[1] then", "if false then"),
     Mutation("adopt: sealed", "adopt", "if h[1] ~= 'sealed' then", "if false then"),
+    Mutation(
+        "waiting: a look each second",
+        WORKER,
+        "CLAIM_EVERY_S = 1.0",
+        "CLAIM_EVERY_S = 5.0",
+        (("kill-start", 8), ("kill-start", 36), ("kill-start", 50), ("kill-start", 73)),
+    ),
+    Mutation(
+        "waiting: a look soon after something was put aside",
+        WORKER,
+        "elif outcome in COMES_AGAIN:",
+        "elif False:",
+        (("scale", 18), ("scale", 32), ("scale", 50), ("scale", 56)),
+    ),
+    Mutation(
+        "waiting: what is due again before what is new",
+        WORKER,
+        "            async with self._slots.ahead():",
+        "            while self._slots.used:\n                await asyncio.sleep(CLAIM_AGAIN_S)\n            if True:",
+        (("scale", 2), ("scale", 227), ("scale", 117), ("scale", 281)),
+    ),
 )
 
 
@@ -73,7 +107,7 @@ def weakened_copy(mutation: Mutation, folder: Path) -> bool:
     """The product under `folder/rolloutbus`, without that guard; False where the guard is not there to be weakened."""
     for part in PARTS:
         shutil.copytree(ROOT / part, folder / "rolloutbus" / part, ignore=shutil.ignore_patterns("__pycache__"))
-    script = folder / "rolloutbus" / "broker" / "lua" / f"{mutation.script}.lua"
+    script = folder / "rolloutbus" / mutation.path
     text = script.read_text(encoding="utf-8")
     if mutation.guard not in text:
         return False
@@ -81,8 +115,8 @@ def weakened_copy(mutation: Mutation, folder: Path) -> bool:
     return True
 
 
-def noticed_by(folder: Path) -> str:
-    """The first test that fails with the weakened copy in front of the installed product, or an empty string."""
+def put_in_front(folder: Path) -> dict[str, str]:
+    """The environment of a process that imports the weakened copy in place of the installed product."""
     # The installed finder answers for the name before sys.path does, so the copy is put in front of it.
     (folder / "sitecustomize.py").write_text(
         "import importlib.machinery, sys\n"
@@ -92,10 +126,26 @@ def noticed_by(folder: Path) -> str:
         "sys.meta_path.insert(0, Copy)\n",
         encoding="utf-8",
     )
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", *TESTS, "-x", "-q", "--no-header", "-p", "no:cacheprovider"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def ran(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def noticed_in(environment: dict[str, str], plays: Sequence[tuple[str, int]]) -> str:
+    """The first of the schedules in which somebody waited too long, and who; or an empty string."""
+    for fault, seed in plays:
+        run = ran(environment, "tests.chaos", "--only", fault, "--seed", str(seed), "--schedules", "1")
+        if waited := WAITED.search(run.stdout):
+            return f"`{fault}` of seed {seed}: {waited[0]}"
+    return ""
+
+
+def noticed_by(environment: dict[str, str]) -> str:
+    """The first test that fails, or an empty string."""
+    run = ran(environment, "pytest", *TESTS, "-x", "-q", "--no-header", "-p", "no:cacheprovider")
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
     return failed[1] if failed else ("" if run.returncode == 0 else f"pytest ended with {run.returncode}")
 
@@ -106,9 +156,10 @@ def check(mutation: Mutation) -> bool:
         if not weakened_copy(mutation, Path(name)):
             print(f"| {mutation.name} | the guard is not where this file expects it |", flush=True)
             return False
-        test = noticed_by(Path(name))
-    print(f"| {mutation.name} | {test or 'NOTICED BY NOBODY'} |", flush=True)
-    return bool(test)
+        environment = put_in_front(Path(name))
+        witness = noticed_in(environment, mutation.plays) if mutation.plays else noticed_by(environment)
+    print(f"| {mutation.name} | {witness or 'NOTICED BY NOBODY'} |", flush=True)
+    return bool(witness)
 
 
 def main() -> int:

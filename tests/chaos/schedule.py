@@ -13,11 +13,12 @@ from typing import Any
 
 import psutil
 
+from tests.chaos.evidence import Evidence
 from tests.chaos.faults import FAULTS, kill_orders
 from tests.chaos.journal import read_journal
 from tests.chaos.plan import ABANDON_S, HARD_LIMIT_S, LEASE_S, Plan
 from tests.chaos.stage import Stage
-from tests.chaos.verdict import Evidence, violations
+from tests.chaos.verdict import violations
 
 
 @dataclass
@@ -108,14 +109,22 @@ async def _judge(stage: Stage) -> list[str]:
 
 async def _evidence(stage: Stage, control: Any) -> Evidence:
     raw: list[Any] = await control.xrange(stage.keys.events)
-    events = [{name.decode(): value.decode() for name, value in fields.items()} for _, fields in raw]
+    events = [_event(*entry) for entry in raw]
     keys: dict[str, tuple[str, int, int]] = {}
     for key in await control.keys("*"):
         kind: str = (await control.type(key)).decode()
         length = await control.xlen(key) if kind == "stream" else -1
         keys[key.decode()] = (kind, await control.pttl(key), length)
-    journal = read_journal(stage.journal_path)
-    return Evidence(stage.plan, journal, events, keys, stage.trainer_crashed, stage.trainer_gone, stage.data_lost)
+    return Evidence(
+        stage.plan, read_journal(stage.journal_path), events, keys, stage.trainer_crashed, stage.trainer_gone,
+        stage.data_lost, stage.witnesses(), [*stage.disturbed, *stage.away()],
+    )  # fmt: skip
+
+
+def _event(entry: bytes, fields: dict[bytes, bytes]) -> dict[str, str]:
+    """An entry's id begins with the time at which the broker wrote it."""
+    named = {name.decode(): value.decode() for name, value in fields.items()}
+    return {"at": entry.decode().split("-")[0], **named}
 
 
 async def _waiting(stage: Stage) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import math
 import signal
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,8 +18,11 @@ from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.keys import Keys
 
 from tests.chaos.actors import Actor, Progress
+from tests.chaos.child import now_ms
+from tests.chaos.evidence import Process, holds_of
 from tests.chaos.plan import Plan
 from tests.chaos.proxy import Proxy
+from tests.chaos.spans import Span
 
 RUN = "chaos"
 PROXIED = ("net-silent", "net-reset", "net-slow", "mixed")
@@ -39,6 +45,7 @@ class Stage:
         self.retired: list[Actor] = []
         self.complaints: list[str] = []
         self.recoveries: list[float] = []
+        self.disturbed: list[Span] = []
         self.trainer_crashed = self.data_lost = self.trainer_gone = False
         self.journal_path = folder / "journal.jsonl"
         self._folder = folder
@@ -54,6 +61,15 @@ class Stage:
     def actors(self) -> list[Actor]:
         return [*self.workers.values(), *self.retired, *([self.trainer] if self.trainer else [])]
 
+    @contextlib.contextmanager
+    def disturbance(self) -> Generator[None]:
+        """While the fault makes everything wait, which is nobody's fault then."""
+        began = now_ms()
+        try:
+            yield
+        finally:
+            self.disturbed.append((began, now_ms()))
+
     async def restart_broker(self) -> None:
         """Start the broker, again or for the first time."""
         await asyncio.to_thread(self.broker.restart)
@@ -66,6 +82,20 @@ class Stage:
         await self.write_run()
         await asyncio.gather(*(self.add_worker(label, kill_worker_at.get(label)) for label in self.plan.labels))
         await self.start_trainer(kill_trainer_at)
+
+    def witnesses(self) -> list[Process]:
+        """What all workers told, and what was done to them."""
+        workers = [actor for actor in [*self.workers.values(), *self.retired] if actor.name != "trainer"]
+        return [
+            Process(at.name, at.up_at, at.gone_at, at.unable, at.unheard, holds_of(at.lines, at.gone_at))
+            for at in workers
+        ]
+
+    def away(self) -> list[Span]:
+        """When there was no trainer: between one's death and the coming of the next, and after the last."""
+        trainers = [*(actor for actor in self.retired if actor.name == "trainer"), self.trainer]
+        coming = [trainer.up_at for trainer in trainers[1:] if trainer] + [math.inf]
+        return [(gone.gone_at, up) for gone, up in zip(trainers, coming, strict=True) if gone]
 
     def control(self) -> Any:
         """The driver's own connection, never through a proxy."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.chaos.evidence import Evidence
 from tests.chaos.plan import Plan, make_plan
-from tests.chaos.verdict import Evidence, violations
+from tests.chaos.verdict import violations
 
 
 def small_plan() -> Plan:

@@ -6,34 +6,20 @@ The broker's `events` stream is the second witness: a row that was accepted twic
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from tests.chaos.plan import BatchPlan, Plan
+from tests.chaos.evidence import Evidence, Line
+from tests.chaos.plan import BatchPlan
+from tests.chaos.waiting import waited_too_long
 
-Line = dict[str, Any]
 # A row's result that came from somewhere else says more than its key.
 IDENTITY = ("label", "attempt", "call")
 CAN_CUT_TRAINER_OFF = ("net-silent", "net-reset", "net-slow", "trainer-paused", "mixed")
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """`events`: fields of the broker's record, in order. `keys`: what is left, with type, TTL in ms and length."""
-
-    plan: Plan
-    journal: Sequence[Line]
-    events: Sequence[Mapping[str, str]]
-    keys: Mapping[str, tuple[str, int, int]]
-    trainer_crashed: bool
-    trainer_gone: bool
-    data_lost: bool
-
-
 def violations(evidence: Evidence) -> list[str]:
     """Everything that is wrong, in words; empty when all promises were kept."""
-    found = [*_groups(evidence), *_rows(evidence), *_keys(evidence)]
+    found = [*_groups(evidence), *_rows(evidence), *_keys(evidence), *waited_too_long(evidence)]
     if not evidence.trainer_gone:
         found += _batches(evidence)
     if not evidence.data_lost:

@@ -7,6 +7,7 @@ the process ends by SIGKILL when it comes to the point for the count-th time.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 import signal
@@ -15,7 +16,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from rolloutbus.broker.errors import RolloutBusError
-from rolloutbus.broker.messages import GroupEntry
+from rolloutbus.broker.messages import GroupEntry, parse_group
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.broker.worker_transitions import Acceptance, Accepted, WorkerTransitions
 from rolloutbus.shard_workers import ShardWorker, WorkerSettings
@@ -123,6 +124,19 @@ def watch_accepts(transitions: WorkerTransitions, point: KillPoint) -> None:
     transitions.accept = watched  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def watch_claims(transitions: WorkerTransitions) -> None:
+    """Tell which groups did not come from the queue, before anything else is done with them."""
+    fetch = transitions.fetch
+
+    async def watched(entries: Sequence[str]) -> list[Any]:
+        found = await fetch(entries)
+        for group in itertools.starmap(parse_group, found):
+            tell("claimed", group=f"{group.batch}:{group.group}")
+        return found
+
+    transitions.fetch = watched  # pyright: ignore[reportAttributeAccessIssue]
+
+
 async def main(words: dict[str, Any]) -> None:
     settings = BrokerSettings(url=words["url"], **words["settings"])
     point = KillPoint(words["kill_at"])
@@ -132,6 +146,7 @@ async def main(words: dict[str, Any]) -> None:
     )
     worker.point = point
     watch_accepts(worker._transitions, point)  # pyright: ignore[reportPrivateUsage]
+    watch_claims(worker._transitions)  # pyright: ignore[reportPrivateUsage]
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.drain, words["drain_s"])
     tell("up")
     await worker.run()

@@ -256,6 +256,61 @@ async def test_a_retry_that_is_due_is_not_overtaken_by_all_that_was_published_be
     assert order.index(0, 1) < len(order) * 2 / 3
 
 
+@within(20)
+async def test_an_instance_whose_last_slot_a_claim_took_leaves_new_groups_to_its_peers(stack: Stack) -> None:
+    """Its reader still waited at the broker for the same slot. The next group was given to it and waited in its hands,
+    for the first to end or for a lease, beside an idle peer.
+    """
+    stack.options["lease_s"] = 15.0
+    stack.host({"s": {"replicas": 2}})
+    go, busy = asyncio.Event(), asyncio.Event()
+    failing = Failing(1, ConnectionError("reset"))
+
+    async def slow(row: Row) -> Row:
+        result = await failing.rollout(row)
+        busy.set()
+        await go.wait()
+        return result
+
+    full = await stack.worker(EachRow(slow), label="s/0", slots=1, retry_backoff_s=0.2)
+    client = await stack.connected()
+    async with client.run_groups(rows_of(1), 2) as first:
+        await busy.wait()
+        async with client.run_groups(rows_of(1), 2) as second:
+            await until(lambda: stack.redis.xlen(stack.keys.groups("s")) == 2)
+            peer = await stack.worker(label="s/1")
+            async with asyncio.timeout(5):
+                groups = await groups_of(second)
+            check_groups(groups, 1)
+        assert sum(peer.statistics().ended.values()) == 1
+        assert full.statistics().running == 1
+        go.set()
+        check_groups(await groups_of(first), 1)
+
+
+@within(30)
+async def test_groups_of_a_dead_instance_follow_one_another_whatever_is_in_the_queue(stack: Stack) -> None:
+    """An instance looked for them once a second and took as many as it had places free just then: one. New groups had
+    all the other places that came free.
+    """
+    order: list[int] = []
+
+    async def rollout(row: Row) -> Row:
+        order.append(row["_rowidx"])
+        await asyncio.sleep(0.03)
+        return {"row": row["_rowidx"]}
+
+    client = await stack.connected()
+    async with client.run_groups(rows_of(150, 1), 1) as batch:
+        queue = stack.keys.groups("s")
+        await until(lambda: stack.redis.exists(queue) and stack.redis.xlen(queue) == 150)
+        stack.redis.xreadgroup("workers", "dead:1", {queue: ">"}, count=4)
+        await stack.worker(EachRow(rollout), slots=1)
+        check_groups(await groups_of(batch), 150, 1)
+    places = [order.index(row) for row in range(4)]
+    assert max(places) - min(places) < 30
+
+
 class Held:
     """Rollouts that wait until they are let go, and remember who ran what."""
 
