@@ -113,9 +113,8 @@ class Channel(asyncio.BufferedProtocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._broken: Exception | None = None
-        # When something came last, and whether it was a piece of a reply that is not whole yet.
+        # When something came last.
         self._heard = 0.0
-        self._midway = False
         self._gone = self._loop.create_future()
 
     @classmethod
@@ -142,11 +141,6 @@ class Channel(asyncio.BufferedProtocol):
     @property
     def broken(self) -> bool:
         return self._broken is not None
-
-    @property
-    def receiving(self) -> bool:
-        """Whether a reply is coming in, in pieces."""
-        return self._midway and not self.broken
 
     async def execute(self, *command: Arg) -> Any:
         """One command, its reply; an error reply is raised as one of our errors."""
@@ -219,7 +213,7 @@ class Channel(asyncio.BufferedProtocol):
         return self._replies.space()
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._heard, self._midway = self._loop.time(), True
+        self._heard = self._loop.time()
         try:
             self._replies.received(nbytes)
             while (reply := self._replies.next()) is not NOTHING:
@@ -241,7 +235,6 @@ class Channel(asyncio.BufferedProtocol):
         self._writable.set()
 
     def _resolve(self, reply: Any) -> None:
-        self._midway = False
         if not self._pending:
             return
         request = self._pending[0]

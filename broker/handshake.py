@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 OLDEST_SERVER = (7, 0)
 # A server that answers so is not wrong, only not ready: the caller waits and tries again.
-NOT_READY = ("LOADING", "MASTERDOWN", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "BUSY ", "ERR max number of clients")
+# MISCONF: it cannot write to its disk. NOREPLICAS: too few copies of it are connected.
+NOT_READY = (
+    "LOADING", "MASTERDOWN", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "BUSY ", "MISCONF", "NOREPLICAS",
+    "ERR max number of clients",
+)  # fmt: skip
 _NOT_ALLOWED = ("WRONGPASS", "NOAUTH", "NOPERM", "ERR invalid password", "ERR Client sent AUTH")
 
 
@@ -170,7 +174,7 @@ def translate(error: Any, where: str) -> Exception:
         )
     if text.startswith(NOT_READY):
         return BrokerUnavailableError(f"the broker is not ready ({text})")
-    if text.startswith(("OOM", "MISCONF")):
+    if text.startswith("OOM"):
         return BrokerFullError(
             f"the broker refused to store more ({text}); raise maxmemory, free memory, or let the trainer consume"
         )

@@ -144,15 +144,7 @@ class WorkerTransitions:
 
     async def prepare(self) -> None:
         """Make sure that the shard's stream and consumer group exist; entries from before count too."""
-        expiry = ("PEXPIRE", self._groups, self.settings.key_ttl_ms)
-        # Asked first, because a full broker refuses to create even what exists.
-        there, _ = await self._runner.run([("XPENDING", self._groups, GROUP_NAME), expiry])
-        if isinstance(there, list):
-            return
-        created, expires = await self._runner.run(
-            [("XGROUP", "CREATE", self._groups, GROUP_NAME, "0", "MKSTREAM"), expiry]
-        )
-        raise_first_error([expires] if "BUSYGROUP" in str(created) else [created, expires])
+        await run_step(self._runner, SCRIPTS["prepare"].call([self._groups], self.settings.key_ttl_ms))
 
     def read_command(self, count: int, block_ms: int | None) -> Command:
         """A read of new entries; one that waits for some, `block_ms` at most, needs a channel of its own."""

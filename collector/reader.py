@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,7 @@ class Collector:
         self._on_restart = on_restart
         self._batches: dict[str, BatchCollection] = {}
         self._cursors: dict[str, str] = {}
+        self._taken_in: dict[str, float] = {}
         self._channel: Channel | None = None
         self._run_id = ""
         self._reading = False
@@ -72,10 +74,9 @@ class Collector:
         """Shards whose result streams are read."""
         return list(self._cursors)
 
-    @property
-    def receiving(self) -> bool:
-        """Whether results are coming in right now, however slowly."""
-        return self._channel is not None and self._channel.receiving
+    def taken_in(self, shard: str) -> float:
+        """Monotonic seconds: all that stood on the shard's results stream then has been given to its batches."""
+        return self._taken_in.get(shard, float("-inf"))
 
     @property
     def batches(self) -> list[BatchCollection]:
@@ -133,35 +134,42 @@ class Collector:
         backoff, failures = ExponentialWithJitterBackoff(cap=1.0, base=0.02), 0
         while True:
             await self._work.wait()
+            began = time.monotonic()
             try:
-                entries = await self._read()
+                entries, emptied = await self._read()
                 failures = 0
             except (BrokerUnavailableError, BrokerTimeoutError) as error:
                 failures += 1
+                # Perhaps it is more than this server sends at once.
+                self._entry_bytes = min(2 * self._entry_bytes, READ_BYTES)
                 if failures in (1, 10) or failures % 60 == 0:
                     log.warning("collector: waiting for the broker (%s)", error)
                 await asyncio.sleep(backoff.compute(min(failures, 12)))
                 continue
             await self._dispatch(entries)
+            self._taken_in.update(dict.fromkeys(emptied, began))
 
-    async def _read(self) -> list[tuple[str, Any]]:
-        """The next entries of all streams, (shard, raw entry), oldest first."""
+    async def _read(self) -> tuple[list[tuple[str, Any]], list[str]]:
+        """The next entries of all streams, (shard, raw entry), oldest first; and the shards that had no more."""
         channel = await self._connected()
         began = dict(self._cursors)
+        count = max(1, min(MAX_COUNT, int(READ_BYTES / self._entry_bytes / max(1, len(began)))))
         self._reads += 1
         self._reading = True
         try:
-            reply = (await channel.send([self._read_command(began)], large=self._entry_bytes >= LARGE_ENTRIES))[0]
+            command = self._read_command(began, count)
+            reply = (await channel.send([command], large=self._entry_bytes >= LARGE_ENTRIES))[0]
         finally:
             self._reading = False
         if isinstance(reply, ReplyError):
             if str(reply).startswith("UNBLOCKED"):
-                return []
+                return [], []
             raise translate(reply, "the broker")
-        return self._ordered(reply or [], began)
+        entries = self._ordered(reply or [], began)
+        found = Counter(shard for shard, _ in entries)
+        return entries, [shard for shard in began if found[shard] < count]
 
-    def _read_command(self, cursors: Mapping[str, str]) -> Command:
-        count = max(1, min(MAX_COUNT, int(READ_BYTES / self._entry_bytes / max(1, len(cursors)))))
+    def _read_command(self, cursors: Mapping[str, str], count: int) -> Command:
         names = [self._keys.results(self._transitions.client, shard) for shard in cursors]
         block_ms = int(self._settings.block_s * 1000)
         return ("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", *names, *cursors.values())

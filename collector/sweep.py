@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from ..broker.channel import Link, Payload
 from ..broker.client_transitions import ClientTransitions, OutgoingGroup
 from ..broker.errors import NoInstanceError, UnknownBatchError
+from ..broker.inspection import ask
 from ..broker.keys import Keys
-from ..broker.messages import Failure
+from ..broker.messages import Failure, ForeignEntryError
 from ..broker.settings import BrokerSettings
 from ..broker.shard_records import ShardRecord, parse_record
 from .collection import BatchCollection
@@ -69,13 +70,18 @@ def outline(batch: str, group: int, shard: str, route: str, rows: int, first_row
 
 
 def parse_state(group: int, raw: bytes) -> GroupState:
-    """A record `g:<group>` of the batch hash, see prelude.lua."""
-    status, attempt, _, instance, entry, _, _, _, _, first_take = raw.decode().split(" ")
-    return GroupState(group, status, int(attempt), instance, entry, int(first_take))
+    """A record `g:<group>` of the batch hash, see prelude.lua; raises `ForeignEntryError` for what is none."""
+    try:
+        status, attempt, _, instance, entry, _, _, _, _, first_take = raw.decode().split(" ")
+        return GroupState(group, status, int(attempt), instance, entry, int(first_take))
+    except ValueError:
+        raise ForeignEntryError(
+            f"the record of group {group} was changed by somebody ({raw[:60]!r}); cancel the batch and run it again"
+        ) from None
 
 
 class Sweeper:
-    """Sweeps the batches of one client."""
+    """Sweeps the batches of one client. `taken_in` tells up to when (monotonic seconds) a shard's results were read."""
 
     def __init__(
         self,
@@ -83,13 +89,13 @@ class Sweeper:
         keys: Keys,
         link: Link,
         transitions: ClientTransitions,
-        is_receiving: Callable[[], bool] = bool,
+        taken_in: Callable[[str], float] = lambda shard: float("inf"),
     ) -> None:
         self._settings = settings
         self._keys = keys
         self._link = link
         self._transitions = transitions
-        self._is_receiving = is_receiving
+        self._taken_in = taken_in
         self._absent_since: dict[str, tuple[float, float]] = {}
 
     async def sweep(self, watched: Watched) -> None:
@@ -98,12 +104,13 @@ class Sweeper:
         out = watched.collection.unfinished()
         if not out:
             return
-        replies = await self._link.run(
+        replies = await ask(
+            self._link,
             [
                 ("TIME",),
                 ("HMGET", self._keys.batch(batch), "state", *(f"g:{group}" for group in out)),
                 ("HGETALL", self._keys.shards),
-            ]
+            ],
         )
         now_ms = int(replies[0][0]) * 1000 + int(replies[0][1]) // 1000
         if not watched.is_there():
@@ -133,7 +140,7 @@ class Sweeper:
         labels = [(shard, label) for shard, record in records.items() for label in record.instances(shard)]
         if not labels:
             return {}
-        found = await self._link.run([("EXISTS", self._keys.instance(label)) for _, label in labels])
+        found = await ask(self._link, [("EXISTS", self._keys.instance(label)) for _, label in labels])
         alive: dict[str, list[str]] = {shard: [] for shard in records}
         for (shard, label), exists in zip(labels, found, strict=True):
             if exists:
@@ -210,14 +217,9 @@ class Sweeper:
             stream = self._keys.groups(shard)
             # Looking for an entry costs the broker its payload, so only where there is a reason to doubt.
             doubtful = quiet > self._settings.stall_warning_s
-            if out and (doubtful or (await self._link.run([("XLEN", stream)]))[0] < len(out)):
+            if out and (doubtful or (await ask(self._link, [("XLEN", stream)]))[0] < len(out)):
                 await self._expire_deleted(watched, out[:_DOUBTED_AT_ONCE], stream)
-        # Over a slow network a reply may take longer than that.
-        if (
-            quiet > self._settings.lease_s
-            and self._link.watched_for(self._settings.lease_s)
-            and not self._is_receiving()
-        ):
+        if quiet > self._settings.lease_s and self._link.watched_for(self._settings.lease_s):
             self._fail_without_results(watched, states)
 
     def _fail_without_results(self, watched: Watched, states: Sequence[GroupState]) -> None:
@@ -229,7 +231,9 @@ class Sweeper:
             del watched.ended_since[group]
         for state in ended:
             since = watched.ended_since.setdefault(state.group, time.monotonic())
-            if time.monotonic() - since > self._settings.lease_s:
+            # Over a slow network, or while the reading connection cannot come back, they may still lie there unread.
+            read = self._taken_in(watched.collection.shards[state.group]) > since
+            if read and time.monotonic() - since > self._settings.lease_s:
                 self._results_lost(watched, state)
 
     async def _expire_deleted(self, watched: Watched, states: Sequence[GroupState], stream: str) -> None:
@@ -253,8 +257,13 @@ class Sweeper:
     ) -> None:
         group = watched.outline(state.group)
         entry = watched.entries.get(state.group, "")
-        if await self._transitions.expire(group.shard, group, entry, reason, timeout_s, failure) == "dead":
+        answer = await self._transitions.expire(group.shard, group, entry, reason, timeout_s, failure)
+        if answer == "dead":
             log.error("batch %s group %s: %s", group.batch, group.group, failure.message)
+        elif answer == "again":
+            log.warning(
+                "batch %s group %s: the broker had forgotten who has it; it runs again", group.batch, group.group
+            )
 
     def _warn_of_stall(
         self, watched: Watched, states: Sequence[GroupState], alive: Mapping[str, Sequence[str]]

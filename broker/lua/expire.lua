@@ -1,7 +1,29 @@
 #!lua flags=allow-oom
--- The client ends a group that nobody will finish in time. KEYS: batch, groups, delayed, parked, results, dead, events
+-- The client ends a group that nobody will finish in time, or brings one back that nobody knows of any more.
+-- KEYS: batch, groups, delayed, parked, results, dead, events
 -- ARGV: batch, group, route, entry or '-', first_row, rows, incarnation, reason(deadline|no_instance|vanished), timeout_ms, failure
+-- {'dead' | 'again' | 'early' | 'over' | 'gone' | 'not-owner'}
 local batch, group = ARGV[1], ARGV[2]
+
+-- Whether an entry was delivered, or passed over, and is pending for nobody: somebody deleted its consumer, or moved the group on.
+local function is_forgotten(groups, entry)
+  if #redis.call('XPENDING', groups, WORKERS, entry, entry, 1) > 0 then return false end
+  local function number(id)
+    local ms, seq = string.match(id, '^(%d+)-(%d+)$')
+    return tonumber(ms), tonumber(seq)
+  end
+  for _, info in ipairs(redis.call('XINFO', 'GROUPS', groups)) do
+    local facts = {}
+    for i = 1, #info, 2 do facts[info[i]] = info[i + 1] end
+    if facts['name'] == WORKERS then
+      local ms, seq = number(entry)
+      local last_ms, last_seq = number(facts['last-delivered-id'])
+      return ms < last_ms or (ms == last_ms and seq <= last_seq)
+    end
+  end
+  return false
+end
+
 local h = redis.call('HMGET', KEYS[1], 'state', 'owner', 'g:' .. group)
 if not h[1] or h[1] == 'closed' then return { 'gone' } end
 if h[2] ~= ARGV[7] then return { 'not-owner' } end
@@ -14,7 +36,16 @@ if ARGV[8] == 'no_instance' and r.status == 'running' then
   if #held > 0 and held[1][3] < tonumber(ARGV[9]) then return { 'early' } end
 end
 if r.entry == '-' then r.entry = ARGV[4] end
-if ARGV[8] == 'vanished' and (r.entry == '-' or #redis.call('XRANGE', KEYS[2], r.entry, r.entry) > 0) then return { 'early' } end
+if ARGV[8] == 'vanished' and r.entry == '-' then return { 'early' } end
+if ARGV[8] == 'vanished' and #redis.call('XRANGE', KEYS[2], r.entry, r.entry) > 0 then
+  if (r.status ~= 'queued' and r.status ~= 'running') or not is_forgotten(KEYS[2], r.entry) then return { 'early' } end
+  r.status = 'delayed'
+  save(KEYS[1], group, r)
+  redis.call('ZADD', KEYS[3], now_ms(), batch .. ' ' .. group .. ' ' .. r.entry .. ' -')
+  live_with(KEYS[3], KEYS[2])
+  note(KEYS[7], 'found', batch, group, r.attempt, r.instance, 'its delivery was forgotten; it is due again')
+  return { 'again' }
+end
 local member = batch .. ' ' .. group .. ' ' .. r.entry
 redis.call('ZREM', KEYS[4], member)
 for _, m in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do

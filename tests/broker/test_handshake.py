@@ -210,7 +210,8 @@ async def test_a_server_that_cannot_serve_yet_is_unavailable_and_tried_again(wor
     ("text", "kind"),
     [
         ("OOM command not allowed", BrokerFullError),
-        ("MISCONF disk is full", BrokerFullError),
+        ("MISCONF disk is full", BrokerUnavailableError),
+        ("NOREPLICAS not enough", BrokerUnavailableError),
         ("NOPERM no", BrokerAuthError),
         ("NOAUTH no", BrokerAuthError),
         ("BUSY a script", BrokerUnavailableError),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rolloutbus.broker.channel import Channel, Command
+from rolloutbus.broker.errors import BrokerUnavailableError
 from rolloutbus.broker.keys import Keys
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.collector import BatchCollection, Collector, Sink
@@ -109,3 +111,27 @@ async def test_what_a_read_finds_does_not_undo_that_all_is_to_be_read_again(
     await asyncio.wait_for(resuming, LIMIT_S)
     await broker.read()
     assert [outcome.group_index for outcome in outcomes] == [1]
+
+
+async def test_a_stream_is_taken_in_up_to_the_begin_of_a_read_that_left_nothing(
+    broker: Broker, collector: Collector
+) -> None:
+    await collector.attach(batch("b", []), ["s"])
+    assert collector.taken_in("s") == float("-inf")
+    _, reply = await broker.read()
+    out_since = time.monotonic()
+    reply.set_result([None])
+    await broker.read()
+    assert collector.taken_in("s") <= out_since < time.monotonic()
+    assert collector.taken_in("s") > float("-inf")
+
+
+async def test_after_a_lost_connection_less_is_asked_for_at_once(broker: Broker, collector: Collector) -> None:
+    """A server that sends less at once than was asked for ended each connection, and got the same question again."""
+    await collector.attach(batch("b", []), ["s"])
+    counts: list[int] = []
+    for _ in range(4):
+        command, reply = await asyncio.wait_for(broker.reads.get(), LIMIT_S)
+        counts.append(int(str(command[2])))
+        reply.set_exception(BrokerUnavailableError("the broker closed the connection"))
+    assert counts == [8, 4, 2, 1]

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from rolloutbus.broker.channel import Command
+from rolloutbus.broker.channel import Command, ReplyError
 from rolloutbus.broker.client_transitions import OutgoingGroup
-from rolloutbus.broker.errors import NoInstanceError, UnknownBatchError
+from rolloutbus.broker.errors import BrokerError, NoInstanceError, UnknownBatchError
 from rolloutbus.broker.keys import Keys
-from rolloutbus.broker.messages import Failure
+from rolloutbus.broker.messages import Failure, ForeignEntryError
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.collector import BatchCollection, GroupFailure, PackedGroup, Sink
 from rolloutbus.collector import sweep as sweep_module
@@ -41,7 +41,7 @@ class Broker:
         self.alive = {"s"}
         self.shard: dict[str, Any] = {"replicas": 1, "group_timeout_s": 100.0}
         self.watched = True
-        self.length = 2
+        self.length: Any = 2
         self.deleted: set[int] = set()
         self.asked: list[tuple[int, str]] = []
         self.expired: list[tuple[int, str]] = []
@@ -93,7 +93,8 @@ class Desk:
         self.collection.last_progress = self.clock.now
         self.watched = Watched(self.collection, lambda at: outline("b", at, "s", "a", 2, 2 * at), {0: "1-1", 1: "1-2"})
         self.settings = BrokerSettings()
-        self._sweeper = Sweeper(self.settings, KEYS, self.broker, self.broker)  # pyright: ignore[reportArgumentType]
+        self.taken_in = float("inf")
+        self._sweeper = Sweeper(self.settings, KEYS, self.broker, self.broker, lambda _: self.taken_in)  # pyright: ignore[reportArgumentType]
 
     async def sweep(self, after_s: float = 0.0) -> None:
         self.clock.now += after_s
@@ -112,6 +113,18 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
 
 def test_a_groups_record_is_read_as_the_scripts_write_it() -> None:
     assert parse_state(3, b"running 2 token s/1 17-0 1 0 2 99 123") == GroupState(3, "running", 2, "s/1", "17-0", 123)
+
+
+def test_a_record_that_somebody_changed_is_named() -> None:
+    with pytest.raises(ForeignEntryError, match="group 3 was changed"):
+        parse_state(3, b"whatever")
+
+
+async def test_what_the_broker_refuses_is_an_error_of_ours(desk: Desk) -> None:
+    """A key of the wrong type, or a user without the right, ended the whole client with a TypeError."""
+    desk.broker.length = ReplyError("WRONGTYPE no stream")
+    with pytest.raises(BrokerError, match="WRONGTYPE"):
+        await desk.sweep(after_s=6)
 
 
 async def test_a_batch_that_is_gone_ends_with_an_error(desk: Desk) -> None:
@@ -225,6 +238,19 @@ async def test_a_group_that_ended_without_results_fails_only_when_they_stay_away
     (failure,) = desk.groups
     assert isinstance(failure, GroupFailure)
     assert (failure.group_index, failure.type, failure.instance) == (0, "ResultsLostError", "s")
+
+
+async def test_results_that_could_not_be_read_yet_are_not_lost(desk: Desk) -> None:
+    """The reading connection could not come back for longer than a lease; whole groups on the stream were failed, as
+    deleted by somebody, and then deleted.
+    """
+    desk.broker.records[0] = record("done", instance="s")
+    desk.taken_in = desk.clock.now
+    await desk.sweep_for(200)
+    assert desk.groups == []
+    desk.taken_in = desk.clock.now
+    await desk.sweep()
+    assert [failure.group_index for failure in desk.groups] == [0]
 
 
 async def test_a_stall_is_told_by_shard_groups_and_holders_once_a_minute(

@@ -114,3 +114,22 @@ async def test_after_ten_thousand_rows_the_streams_are_empty_and_small(arena: Ar
         assert all(length == 0 and size < 16_384 for length, size in streams.values()), streams
         assert arena.control.xlen(arena.keys.events) < 25_000
         assert not list(arena.control.scan_iter("*batch:*"))
+
+
+async def test_a_broker_that_takes_no_writes_for_a_while_ends_nothing(arena: Arena) -> None:
+    """The only replica was restarted, another time a snapshot failed on a full disk: for some seconds the server
+    refused every write. Each worker and the trainer's client ended with that refusal, in the middle of a batch.
+    """
+
+    async def slow(row: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.sleep(0.05)
+        return {"row": row["_rowidx"]}
+
+    workers = [arena.worker(f"s/{at}", Environment(slow)) for at in range(2)]
+    async with arena.client() as client, client.run_groups(rows_of(60, 1), 1) as batch:
+        await anext(batch)
+        arena.control.config_set("min-replicas-to-write", 1)
+        await asyncio.sleep(2 * arena.settings.lease_s)
+        arena.control.config_set("min-replicas-to-write", 0)
+        assert len(await completed(batch)) == 59
+    assert not [worker for worker, task in workers if task.done()]

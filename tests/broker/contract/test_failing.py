@@ -214,6 +214,33 @@ async def test_only_what_is_not_on_the_stream_has_vanished(stage: Stage):
     assert (letter[b"reason"], letter[b"batch"], letter[b"group"]) == (b"vanished", batch.id.encode(), b"0")
 
 
+async def test_a_group_whose_consumer_was_deleted_by_hand_runs_again(stage: Stage):
+    """Pending for nobody, it was taken over by nobody, and its record said that it was running."""
+    batch = await stage.sealed(2)
+    dead, heir = stage.worker("math/0"), stage.worker("math/1")
+    attempt = await stage.taken(dead)
+    assert await expire(batch, "vanished") == "early"
+    ((_, holder, _, _),) = await stage.raw("XPENDING", stage.stream, "workers", "-", "+", 1)
+    await stage.raw("XGROUP", "DELCONSUMER", stage.stream, "workers", holder)
+    assert [await expire(batch, "vanished", group=group) for group in range(2)] == ["again", "early"]
+    assert await expire(batch, "vanished") == "early"
+    again = await stage.taken(heir, await stage.claimed(heir))
+    assert (again.group.group, again.number) == (0, 2)
+    assert (await stage.finish(dead, attempt)).status == "stale"
+    assert (await stage.finish(heir, again)).status == "ok"
+
+
+async def test_a_group_that_was_passed_over_by_hand_runs_after_all(stage: Stage):
+    batch = await stage.sealed(1)
+    await stage.raw("XGROUP", "SETID", stage.stream, "workers", "$")
+    assert await expire(batch, "vanished") == "again"
+    worker = stage.worker()
+    attempt = await stage.taken(worker, await stage.claimed(worker))
+    assert attempt.number == 1
+    assert (await stage.finish(worker, attempt)).status == "ok"
+    assert await stage.count(batch, f"queued_bytes:{SHARD}") == 0
+
+
 async def test_a_group_that_ended_cannot_expire(stage: Stage):
     batch = await stage.sealed(2)
     worker = stage.worker()

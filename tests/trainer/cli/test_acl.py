@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from redis.exceptions import NoPermissionError
+from rolloutbus.broker import client_transitions, scripts, worker_transitions
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.fleet_transitions import DONE, FleetTransitions, Published, Request, ask_fleet
 from rolloutbus.broker.keys import Keys
@@ -133,6 +137,16 @@ def test_each_role_is_refused_what_is_not_its_work(
     words = [names[word[1:-1]] if word.startswith("{") else word for word in command]
     with as_role(guarded_broker, role) as client, pytest.raises(NoPermissionError):
         client.execute_command(*words)
+
+
+@pytest.mark.parametrize(("role", "module"), [("worker", worker_transitions), ("trainer", client_transitions)])
+def test_a_role_may_send_every_command_of_its_scripts(role: str, module: ModuleType) -> None:
+    """What a script does only in a rare case is refused only then."""
+    granted = " ".join([ROLES[role].commands, *(grant.commands for grant in ROLES[role].grants)]).split()
+    for name in set(re.findall(r'SCRIPTS\["(\w+)"\]', Path(str(module.__file__)).read_text())):
+        body = (Path(scripts.__file__).parent / "lua" / f"{name}.lua").read_text()
+        called = re.findall(r"redis\.p?call\('(\w+)'(?:, '([A-Z]+)')?", body)
+        assert {"|".join(filter(None, words)).lower() for words in called} <= set(granted), name
 
 
 @pytest.mark.parametrize("role", list(ROLES))
