@@ -189,9 +189,13 @@ class FleetEngine:
 
     async def drain(self, label: str) -> None:
         """End one instance without losing a group; refused for the last one of its shard."""
+        meant = self._labelled(label)
         async with self._changing:
             self._begin_change()
-            instance = next((i for i in self.instances if i.label == label), None)
+            if meant is not None and meant not in self.instances:
+                # Somebody else's change ended it; what has its label now is another one.
+                return
+            instance = self._labelled(label)
             if instance is None:
                 labels = ", ".join(i.label for i in self.instances)
                 raise FleetError(f"there is no instance {label!r}; there are {labels}")
@@ -201,6 +205,9 @@ class FleetEngine:
                     "fleet down"
                 )
             await self._remove([instance])
+
+    def _labelled(self, label: str) -> Instance | None:
+        return next((instance for instance in self.instances if instance.label == label), None)
 
     def _begin_change(self) -> None:
         self._change = asyncio.current_task()
@@ -238,12 +245,13 @@ class FleetEngine:
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
         self.config.port_range(shard, slot)
         cpus = self.config.actor_cpus(shard)
-        spare = next((bundle for bundle in self._spare if bundle.cpus == cpus), None)
-        if spare is not None:
+        occupied = [node for i in others if (node := node_of(i.bundle))] if self.config.one_node_each else []
+        # One whose node is lost is nowhere, or where Ray could move it.
+        usable = (at for at in self._spare if at.cpus == cpus and node_of(at) not in ("", *occupied))
+        if (spare := next(usable, None)) is not None:
             self._spare.remove(spare)
             return self._instance(shard, slot, alone=False, bundle=spare)
-        occupied = [node_of(i.bundle) for i in others] if self.config.one_node_each else []
-        group = await place([cpus], "PACK", self.config.fleet.placement_timeout_s, [node for node in occupied if node])
+        group = await place([cpus], "PACK", self.config.fleet.placement_timeout_s, occupied)
         return self._instance(shard, slot, alone=False, bundle=Bundle(group, 0, cpus, stands_alone=True))
 
     async def _remove(self, leaving: Sequence[Instance]) -> None:
@@ -285,6 +293,10 @@ class FleetEngine:
         except RolloutBusError as error:
             outcome = str(error)
             log.warning("refused %s: %s", request.subject, error)
+        except Exception as error:
+            # Whoever asked would wait for half an hour.
+            outcome = f"{type(error).__name__}: {error}"
+            log.exception("could not carry out %s", request.subject)
         await self._transitions.answer(request, outcome)
 
     def _on_lost(self, holder: str) -> None:
@@ -328,6 +340,8 @@ class FleetEngine:
 
     async def _end(self, instance: Instance, *, drain: bool) -> str:
         """Drain where asked, stop, and kill what does neither; says what would not. A dead process is no problem."""
+        # Whoever watched over one that died was sent away, maybe before its groups were free.
+        died = instance.state is State.RESTARTING
         instance.state, troubles = State.DRAINING, list[InstanceTroubleError]()
         try:
             if drain:
@@ -338,7 +352,7 @@ class FleetEngine:
             await self._launcher.stop(instance)
         except InstanceTroubleError as error:
             troubles.append(error)
-        if troubles:
+        if troubles or died:
             await self._quietly(self._free_groups(instance))
         instance.state = State.STOPPED
         return next((str(error) for error in troubles if not error.dead), "")

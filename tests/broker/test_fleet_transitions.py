@@ -165,10 +165,13 @@ async def test_refusals_later_wishes_and_silence_are_told(link: Link, keys: Keys
     second = asyncio.create_task(ask("second"))
     with pytest.raises(FleetError, match="superseded by a later request"):
         await first
+    # Who was told so listens no more; an answer to it would stay as long as the fleet.
+    await mine.answer(Request("first", "scale:math", 2), DONE)
     await mine.answer(Request("second", "scale:math", 2), "no room")
     with pytest.raises(FleetError, match="scale math: no room"):
         await second
     assert not (await mine.renew(SHARDS, MAP.version)).requests
+    assert (await link.run([("HKEYS", keys.fleet_requests)]))[0] == [b"answer:slow"]
     third = asyncio.create_task(ask("third"))
     await first_wishes(mine, "third")
     await mine.remove(SHARDS, [])

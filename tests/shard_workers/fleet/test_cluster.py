@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from rolloutbus.broker.embedded import EmbeddedBroker
+from rolloutbus.broker.errors import FleetError
 from rolloutbus.shard_workers import ShardFleet, ShardSetupError
 from rolloutbus.trainer import RolloutClient
 
@@ -33,12 +34,17 @@ def cluster(ray_folder: str) -> Iterator[Any]:
         initialize_head=True,
         head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": ray_folder, "_system_config": HEALTH},
     )
-    for _ in range(3):
-        made.add_node(num_cpus=2, include_dashboard=False)
+    fill(made, 3)
     ray.init(address=made.address, log_to_driver=False)
     yield made
     ray.shutdown()
     made.shutdown()
+
+
+def fill(cluster: Any, count: int) -> None:
+    """At least so many nodes with places."""
+    while len(cluster.worker_nodes) < count:
+        cluster.add_node(num_cpus=2, include_dashboard=False)
 
 
 def nodes_of(fleet: ShardFleet) -> dict[str, str]:
@@ -132,3 +138,28 @@ async def test_without_a_spare_node_the_others_carry_on_and_the_fleet_still_ends
     begun = time.monotonic()
     await asyncio.to_thread(fleet.shutdown)
     assert time.monotonic() - begun < 20
+
+
+def test_a_place_that_was_left_on_a_lost_node_is_not_waited_for(
+    valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet, cluster: Any
+) -> None:
+    """Found with chaos on a fleet: `scale` took it, and waited for as long as a stack may take to start."""
+    fill(cluster, 3)
+    config = fleet_config(
+        valkey.url,
+        tmp_path,
+        [shard("math", replicas=2)],
+        strategy="STRICT_SPREAD",
+        fleet={"placement_timeout_s": 1},
+    )
+    fleet = start_fleet(config)
+    fleet.scale("math", 1)
+    for node in [node for node in cluster.worker_nodes if node.node_id not in nodes_of(fleet).values()]:
+        cluster.remove_node(node, allow_graceful=False)
+    while sum(node["Alive"] for node in ray.nodes()) > 2:
+        time.sleep(0.1)
+    with pytest.raises(FleetError, match=r"could not be placed under PACK within 1 s"):
+        fleet.scale("math", 2)
+    fill(cluster, 3)
+    fleet.scale("math", 2)
+    assert len(set(nodes_of(fleet).values())) == 2

@@ -5,6 +5,8 @@ would not go.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections import Counter
 from pathlib import Path
@@ -12,10 +14,11 @@ from pathlib import Path
 import pytest
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import ConfigError, FleetError
-from rolloutbus.broker.fleet_transitions import request_drain, request_scale
+from rolloutbus.broker.fleet_transitions import FleetTransitions, request_drain, request_scale
 from rolloutbus.broker.keys import Keys
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.shard_workers import ShardFleet, ShardSetupError
+from rolloutbus.shard_workers.fleet.engine import FleetEngine
 from rolloutbus.shard_workers.fleet.instances import Instance, InstanceTroubleError, Launcher
 from rolloutbus.trainer import RolloutClient
 
@@ -86,6 +89,20 @@ async def test_others_ask_for_scale_and_drain_over_the_broker(
         await asyncio.to_thread(request_drain, fleet.broker, fleet.run, "nobody")
     with pytest.raises(FleetError, match=r"scale chess: there is no shard 'chess'; there are math"):
         await asyncio.to_thread(request_scale, fleet.broker, fleet.run, "chess", 2)
+
+
+def test_whoever_asks_hears_of_any_failure(
+    valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Ray raised was only logged, and the command waited for half an hour."""
+    fleet = start_fleet(fleet_config(valkey.url, tmp_path, [shard("math")]))
+
+    async def fail(*_: object) -> None:
+        raise TimeoutError("no answer from the GCS")
+
+    monkeypatch.setattr(FleetEngine, "scale", fail)
+    with pytest.raises(FleetError, match="scale math: TimeoutError: no answer from the GCS"):
+        request_scale(fleet.broker, fleet.run, "math", 2, timeout_s=10)
 
 
 def test_groups_that_outlast_a_drain_are_handed_back_without_a_failure(
@@ -164,6 +181,50 @@ def test_a_place_that_was_left_is_used_again(valkey: EmbeddedBroker, tmp_path: P
     fleet.scale("math", 2)
     assert fleet.labels == {"math": ["math/0", "math/1"]}
     assert len(RolloutClient.run_sync(valkey.url, rows_for(["math"], 4), 4, run=fleet.run)) == 16
+
+
+async def test_a_drain_frees_what_its_supervisor_has_not_come_to_free(
+    valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drain ends the watch over an instance that has just died, and its groups waited for their lease."""
+    fleet = start_fleet(fleet_config(valkey.url, tmp_path, [shard("math", replicas=2, row_s=0.1)]))
+    bury, freeing, held = FleetTransitions.bury, threading.Event(), list[int]()
+
+    async def bury_late(steps: FleetTransitions, *who: str) -> int:
+        if not freeing.is_set():
+            freeing.set()
+            await asyncio.sleep(60)
+        held.append(await bury(steps, *who))
+        return held[-1]
+
+    monkeypatch.setattr(FleetTransitions, "bury", bury_late)
+    async with open_batch(fleet, 40) as batch:
+        groups = aiter(batch)
+        got = [await anext(groups)]
+        os.kill(next(status.pid for status in fleet.status() if status.label == "math/0"), signal.SIGKILL)
+        await asyncio.to_thread(freeing.wait)
+        await asyncio.to_thread(fleet.drain, "math/0")
+        assert [count > 0 for count in held] == [True]
+        got += [group async for group in groups]
+    assert len(got) == 40
+
+
+async def test_what_is_drained_twice_is_gone_for_both_and_its_successor_stays(
+    valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet
+) -> None:
+    """Of two who asked for the same drain neither was told that it was done: the first had been superseded, and when
+    the second had its turn there was no such instance.
+    """
+    fleet = start_fleet(fleet_config(valkey.url, tmp_path, [shard("math", replicas=2)]))
+    before = fleet.status()[1].pid
+    engine = fleet._running()  # pyright: ignore[reportPrivateUsage]
+
+    async def drain_twice_around_a_scale() -> None:
+        await asyncio.gather(engine.drain("math/1"), engine.scale("math", 2), engine.drain("math/1"))
+
+    await asyncio.to_thread(fleet._thread.run, drain_twice_around_a_scale())  # pyright: ignore[reportPrivateUsage]
+    assert fleet.labels == {"math": ["math/0", "math/1"]}
+    assert fleet.status()[1].pid != before
 
 
 def test_an_instance_that_hangs_in_its_end_is_named_and_the_others_stop(
