@@ -1,7 +1,7 @@
-"""`python -m tests.chaos.fleet [--schedules N] [--seed X] [--report FILE]`: operations on a real fleet, see README.md.
+"""`python -m tests.chaos.fleet [--schedules N] [--seed X] [--only KIND] [--report FILE]`, see README.md.
 
-One local Ray for all schedules of a run; a broker, a fleet and a trainer in this process for each. After each the
-verdict of the other chaos driver is asked, and that nothing of the fleet is left.
+Operations on a real fleet: one simulated cluster for all schedules of a run; a broker, a fleet and a trainer in this
+process for each. After each the verdict of the other chaos driver is asked, and that nothing of the fleet is left.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib
 import json
 import logging
 import random
@@ -19,25 +18,19 @@ import tempfile
 import time
 import traceback
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
 from rolloutbus.broker.errors import RolloutBusError
-from rolloutbus.trainer import RolloutClient
 
 from tests.chaos.evidence import Evidence
-from tests.chaos.fleet_faults import (
-    FleetPlan,
-    FleetStage,
-    Strike,
-    in_thread,
-    instance_pids,
-    instance_processes,
-    make_fleet_plan,
-    strike,
-)
+from tests.chaos.fleet_asking import ASKED
+from tests.chaos.fleet_faults import FAULTS
+from tests.chaos.fleet_nodes import Nodes, ray, simulated_cluster
+from tests.chaos.fleet_plan import KINDS, ONE_NODE_EACH, FleetPlan, Operation, make_fleet_plan
+from tests.chaos.fleet_stage import FleetStage, Strike, in_thread, instance_pids, instance_processes
 from tests.chaos.report import conclude
 from tests.chaos.stage import RUN
 from tests.chaos.trainer_process import Trainer
@@ -46,14 +39,14 @@ from tests.chaos.verdict import violations
 HARD_LIMIT_S = 90.0
 SETTLE_S = 25.0
 SHUTDOWN_S = 60.0
-CPUS = 4
+OPERATIONS = {**FAULTS, **ASKED}
+REASON_CHARS = 80
 ENDED = ("done", "handed", "failed")
 HEADER = (
     "| operation | schedules | struck | refused | violated "
     "| took median | took max | recovery median | recovery max |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
-ray: Any = importlib.import_module("ray")
 
 
 class FleetTrainer(Trainer):
@@ -75,19 +68,14 @@ class FleetTrainer(Trainer):
         self.lines.append({"kind": kind, **words})
         self._progress.note(self.lines[-1])
 
+    def _tell(self, kind: str, **words: Any) -> None:
+        """Nobody waits for it."""
+
     async def run(self) -> None:
-        names = list(dict.fromkeys(batch["client"] for batch in self._words["batches"]))
-        async with contextlib.AsyncExitStack() as open_clients:
-            clients: dict[str, RolloutClient] = {}
-            for name in names:
-                clients[name] = await self._connected(name)
-                open_clients.push_async_callback(clients[name].close)
-            try:
-                await asyncio.gather(*(self._run_all(name, client) for name, client in clients.items()))
-            except RolloutBusError as error:
-                self._note("error", error=f"{type(error).__name__}: {error}")
-                return
-        self._note("finished")
+        try:
+            await super().run()
+        except RolloutBusError as error:
+            self._note("error", error=f"{type(error).__name__}: {error}")
 
 
 @dataclass
@@ -98,6 +86,7 @@ class FleetOutcome:
     violations: list[str]
     strikes: list[Strike]
     seconds: float
+    only: Sequence[str] = ()
     account: str = field(default="", repr=False)
 
 
@@ -124,11 +113,11 @@ class Words(logging.Handler):
             product.removeHandler(self)
 
 
-async def run_schedule(fleet_plan: FleetPlan, logs: Path) -> FleetOutcome:
-    """Play one schedule; nothing it started outlives it. `logs` is Ray's folder."""
+async def run_schedule(fleet_plan: FleetPlan, nodes: Nodes) -> FleetOutcome:
+    """Play one schedule; nothing it started outlives it, and the nodes that it lost are replaced."""
     began, since, words = time.monotonic(), time.time(), Words()
     with tempfile.TemporaryDirectory(prefix="fleet-", ignore_cleanup_errors=True) as folder, words.listening():
-        stage = FleetStage(fleet_plan, Path(folder))
+        stage = FleetStage(fleet_plan, Path(folder), nodes)
         found: list[str] = []
         try:
             async with asyncio.timeout(HARD_LIMIT_S):
@@ -139,7 +128,8 @@ async def run_schedule(fleet_plan: FleetPlan, logs: Path) -> FleetOutcome:
             found = [f"the driver failed: {traceback.format_exc()}", *stage.complaints]
         finally:
             await _clean_up(stage)
-    lines = [*words.lines[-80:], *_instances_said(logs, since)] if found else []
+            nodes.fill()
+    lines = [*words.lines[-80:], *_instances_said(nodes.folder, since)] if found else []
     account = "\n".join(f"    {line}" for line in lines)
     return FleetOutcome(fleet_plan, found, stage.strikes, time.monotonic() - began, account)
 
@@ -147,7 +137,7 @@ async def run_schedule(fleet_plan: FleetPlan, logs: Path) -> FleetOutcome:
 async def _play(stage: FleetStage, folder: Path) -> list[str]:
     await stage.start()
     trainer = FleetTrainer(stage, folder)
-    strikes = [strike(stage, operation) for operation in stage.fleet_plan.operations]
+    strikes = [_strike(stage, operation) for operation in stage.fleet_plan.operations]
     tasks = [asyncio.create_task(work) for work in (trainer.run(), *strikes)]
     try:
         await asyncio.gather(*tasks)
@@ -156,6 +146,12 @@ async def _play(stage: FleetStage, folder: Path) -> list[str]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     return await _judge(stage, trainer)
+
+
+async def _strike(stage: FleetStage, operation: Operation) -> None:
+    """Wait for the moment and do it; nothing happens where the batch was over before."""
+    if await stage.logged(operation.at):
+        await OPERATIONS[operation.kind](stage, operation)
 
 
 async def _judge(stage: FleetStage, trainer: FleetTrainer) -> list[str]:
@@ -170,7 +166,7 @@ async def _unsettled(stage: FleetStage) -> list[str]:
     """What of the fleet is not as the operations left it, when there was time enough for whatever was killed."""
     deadline = time.monotonic() + SETTLE_S
     # A fleet tells nobody that it has restarted an instance.
-    while (wrong := [*_unlike(stage), *await _unpublished(stage)]) and time.monotonic() < deadline:  # noqa: ASYNC110
+    while (wrong := [*_unlike(stage), *_crowded(stage), *await _unpublished(stage)]) and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     return [f"{words}, {SETTLE_S:g} s after the last batch" for words in wrong]
 
@@ -187,6 +183,14 @@ def _unlike(stage: FleetStage) -> Iterator[str]:
             yield f"shard {shard} has {labels}, not {stage.expected[shard]} instances"
 
 
+def _crowded(stage: FleetStage) -> Iterator[str]:
+    labels: dict[str, list[str]] = {}
+    for status in stage.running.status():
+        labels.setdefault(status.node, []).append(status.label)
+    if stage.fleet_plan.strategy == ONE_NODE_EACH:
+        yield from (f"{' and '.join(crowd)} are on one node" for crowd in labels.values() if len(crowd) > 1)
+
+
 def _state_of(pid: int, processes: set[int]) -> str:
     return "unknown" if not pid else f"{pid}" if pid in processes else f"{pid}, which is gone"
 
@@ -194,9 +198,11 @@ def _state_of(pid: int, processes: set[int]) -> str:
 async def _unpublished(stage: FleetStage) -> list[str]:
     async with stage.control() as control:
         records: dict[bytes, bytes] = await control.hgetall(stage.keys.shards)
+        requests: dict[bytes, bytes] = await control.hgetall(stage.keys.fleet_requests)
     published = {name.decode(): json.loads(record)["labels"] for name, record in records.items()}
     known = stage.running.labels
-    return [] if published == known else [f"the broker knows the instances {published}, the fleet has {known}"]
+    found = [] if published == known else [f"the broker knows the instances {published}, the fleet has {known}"]
+    return [*found, f"requests that are answered are left: {requests}"] if requests else found
 
 
 async def _shut_down(stage: FleetStage) -> list[str]:
@@ -206,19 +212,19 @@ async def _shut_down(stage: FleetStage) -> list[str]:
     except TimeoutError:
         return [f"the fleet did not shut down within {SHUTDOWN_S:g} s"]
     except RolloutBusError as error:
-        return [f"the fleet's shutdown ended with {error}", *await _left_behind()]
-    return await _left_behind()
+        return [f"the fleet's shutdown ended with {error}", *await _left_behind(stage.nodes)]
+    return await _left_behind(stage.nodes)
 
 
-async def _left_behind() -> list[str]:
+async def _left_behind(nodes: Nodes) -> list[str]:
     """Processes of instances that still run, and places that Ray has not got back."""
-    _, alive = await asyncio.to_thread(psutil.wait_procs, instance_processes(), 5)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, [*instance_processes(), *nodes.orphans], 5)
     left = [f"process {process.pid} of an instance was left behind" for process in alive]
     deadline = time.monotonic() + 5
     # Ray's books follow its processes by a moment.
-    while (free := ray.available_resources().get("CPU", 0)) < CPUS and time.monotonic() < deadline:  # noqa: ASYNC110
+    while (free := ray.available_resources().get("CPU", 0)) != nodes.cpus and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
-    return left if free == CPUS else [*left, f"only {free:g} of {CPUS} CPUs are free again"]
+    return left if free == nodes.cpus else [*left, f"{free:g} of {nodes.cpus} CPUs are free again"]
 
 
 async def _evidence(stage: FleetStage, journal: list[dict[str, Any]]) -> Evidence:
@@ -251,9 +257,10 @@ async def _waiting(stage: FleetStage) -> str:
 async def _clean_up(stage: FleetStage) -> None:
     """End whatever is left, whatever happened."""
     await stage.stop()
-    for process in instance_processes():
+    for process in [*instance_processes(), *stage.nodes.orphans]:
         with contextlib.suppress(psutil.Error):
             process.kill()
+    stage.nodes.orphans.clear()
     await asyncio.to_thread(stage.broker.stop)
 
 
@@ -275,14 +282,16 @@ def summary(outcome: FleetOutcome) -> str:
     if not outcome.violations:
         return f"ok   {what}, {told}"
     wrong = "\n".join(f"    {violation}" for violation in outcome.violations)
-    replay = f"    replay: python -m tests.chaos.fleet --seed {plan.seed} --schedules 1"
+    only = "".join(f" --only {kind}" for kind in outcome.only)
+    replay = f"    replay: python -m tests.chaos.fleet --seed {plan.seed} --schedules 1{only}"
     return f"FAIL {what}, {told}\n{wrong}\n{replay}\n{outcome.account}"
 
 
 def _told(strike: Strike) -> str:
     took = f" took {strike.took_s:.2f}" if strike.took_s else ""
     recovery = f" recovery {strike.recovery_s:.2f}" if strike.recovery_s is not None else ""
-    return f"{strike.what}{' (refused)' if strike.refused else ''}:{took}{recovery}"
+    refused = f" (refused: {strike.refused[:REASON_CHARS]})" if strike.refused else ""
+    return f"{strike.what}{refused}:{took}{recovery}"
 
 
 def table(outcomes: Sequence[FleetOutcome]) -> str:
@@ -306,25 +315,13 @@ def _median_and_max(times: Sequence[float]) -> str:
     return f"{statistics.median(times):.2f} s | {max(times):.2f} s" if times else "– | –"
 
 
-async def play(seeds: Sequence[int], logs: Path, out: TextIO) -> list[FleetOutcome]:
+async def play(seeds: Sequence[int], only: Sequence[str], nodes: Nodes, out: TextIO) -> list[FleetOutcome]:
     """Play the schedules one after another, telling `out` of each as it ends."""
     outcomes: list[FleetOutcome] = []
     for seed in seeds:
-        outcomes.append(await run_schedule(make_fleet_plan(seed), logs))
+        outcomes.append(replace(await run_schedule(make_fleet_plan(seed, only), nodes), only=only))
         print(summary(outcomes[-1]), file=out, flush=True)
     return outcomes
-
-
-@contextlib.contextmanager
-def local_ray() -> Generator[Path]:
-    """One Ray for all schedules; yields its folder, whose name is short because Ray puts sockets into it."""
-    with tempfile.TemporaryDirectory(prefix="rb-", ignore_cleanup_errors=True) as folder:
-        options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR", "_temp_dir": folder}
-        ray.init(address="local", num_cpus=CPUS, **options)
-        try:
-            yield Path(folder)
-        finally:
-            ray.shutdown()
 
 
 def _arguments() -> argparse.Namespace:
@@ -334,6 +331,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--schedules", type=int, default=25, help="how many schedules to play (default: 25)")
     parser.add_argument("--seed", type=int, help="seed of the first schedule; the next ones count on from it")
+    parser.add_argument("--only", action="append", choices=KINDS, help="operations of this kind; may be given again")
     parser.add_argument("--report", type=Path, help="write the table to this markdown file")
     return parser.parse_args()
 
@@ -344,8 +342,8 @@ def main() -> int:
     seed = random.randrange(1_000_000) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
     # What Ray says on standard output of processes that died does not belong between the lines there.
-    with contextlib.redirect_stdout(sys.stderr), local_ray() as logs:
-        outcomes = asyncio.run(play(range(seed, seed + given.schedules), logs, out))
+    with contextlib.redirect_stdout(sys.stderr), simulated_cluster() as nodes:
+        outcomes = asyncio.run(play(range(seed, seed + given.schedules), given.only or (), nodes, out))
     return conclude(table(outcomes), outcomes, seed, given.report)
 
 

@@ -40,6 +40,9 @@ class Trainer:
 
     def _note(self, kind: str, **words: Any) -> None:
         self._journal.write(kind, **words)
+        self._tell(kind, **words)
+
+    def _tell(self, kind: str, **words: Any) -> None:
         tell(kind, **words)
 
     async def run(self) -> None:
@@ -48,7 +51,7 @@ class Trainer:
         try:
             for name in names:
                 clients[name] = await self._connected(name)
-            tell("up")
+            self._tell("up")
             await asyncio.gather(*(self._run_all(name, client) for name, client in clients.items()))
         finally:
             await asyncio.gather(*(client.close() for client in clients.values()))
