@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ _CONCURRENCY = 8
 # What a call needs on top of the time it may take in the actor.
 _SLACK_S = 5.0
 _DEATH_TIMEOUT_S = 10.0
+# How often a wait for an instance is told.
+TOLD_EVERY_S = 30.0
 
 
 class InstanceTroubleError(FleetError):
@@ -193,10 +196,22 @@ class Launcher:
         if instance.handle is None:
             raise InstanceTroubleError(f"{instance.name} has no process", dead=True)
         answer = _future(getattr(instance.handle, method).remote(*args))
-        await asyncio.wait({answer}, timeout=timeout_s)
+        began = time.monotonic()
+        while not answer.done() and (waited := time.monotonic() - began) < timeout_s:
+            if waited >= TOLD_EVERY_S:
+                log.warning("%s: %s is not done after %.0f s%s", instance.name, method, waited, _why(instance))
+            await asyncio.wait({answer}, timeout=min(TOLD_EVERY_S, timeout_s - waited))
         if not answer.done():
-            raise InstanceTroubleError(f"{instance.name} did not finish {method} within {timeout_s:g} s")
+            raise InstanceTroubleError(
+                f"{instance.name} did not finish {method} within {timeout_s:g} s{_why(instance)}"
+            )
         return told(instance, method, answer)
+
+
+def _why(instance: Instance) -> str:
+    if instance.born is None or instance.born.done():
+        return ""
+    return f"; its process has not begun: is there a node with {instance.bundle.cpus:g} CPUs free?"
 
 
 def told(instance: Instance, method: str, answer: asyncio.Future[Any]) -> Any:
