@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .channel import Arg, Payload
-from .errors import BatchCancelledError, OwnershipLostError, RolloutBusError, UnknownBatchError
+from .errors import BatchCancelledError, OwnershipLostError, RolloutBusError, UnknownBatchError, UsageError
 from .keys import Keys
 from .messages import Failure, group_fields
 from .scripts import SCRIPTS
@@ -160,11 +160,16 @@ class ClientTransitions:
         return self._check(status, batch, ("ok", "unfinished"))
 
     async def adopt(self, batch: str) -> None:
-        """Take a sealed batch of this client's former process over."""
+        """Take a sealed batch of this client's former process over; `UsageError` for another client's."""
         command = SCRIPTS["adopt"].call(
             [self._keys.batch(batch), self._keys.owner(self.client)], self.incarnation, self.client
         )
-        status = (await run_step(self._runner, command))[0][0].decode()
+        status, *words = [word.decode() for word in (await run_step(self._runner, command))[0]]
+        if status == "foreign":
+            raise UsageError(
+                f"batch {batch} belongs to client {words[0]!r}, and this client is {self.client!r}; resume it with a "
+                f"client of that name"
+            )
         if status == "open":
             raise UnknownBatchError(
                 f"batch {batch} was never sealed: its publishing did not finish, so it can only be cancelled"

@@ -112,6 +112,10 @@ class NoInstanceError(BatchError, TimeoutError):
     """No live instance of a shard was there to take its groups within the allowed time."""
 
 
+class UsageError(RolloutBusError, RuntimeError):
+    """Something is used where, or as, it cannot be used; the message says what to do instead."""
+
+
 class ClosedError(RolloutBusError, RuntimeError):
     """The client, batch or worker is closed already."""
 

@@ -17,9 +17,9 @@ ANY_ROUTE = "*"
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-def check_name(kind: str, name: str) -> str:
+def check_name(kind: str, name: object) -> str:
     """Return `name` if it can stand in a key and on a command line; raise `ConfigError` otherwise."""
-    if not NAME_PATTERN.fullmatch(name):
+    if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name):
         raise ConfigError(
             f"{kind} {name!r} cannot be a name on the broker: use letters, digits, dot, underscore and hyphen, "
             "starting with a letter or digit"

@@ -30,17 +30,18 @@ class PromptGroupAccumulator:
     ) -> None:
         if num_generations <= 0 or not rows or len(rows) % num_generations:
             raise RowError(f"{len(rows)} rows cannot be cut into groups of {num_generations}")
-        self._rows = rows
+        # Not the rows themselves: a list that its owner empties meanwhile must not change what belongs to the batch.
+        self._count = len(rows)
         self._size = num_generations
         self._results: dict[int, dict[int, Any]] = {}
         self._ended = bytearray(len(rows) // num_generations)
         self._open = len(self._ended)
         if not allow_mixed_routes:
-            self._check_routes()
+            self._check_routes(rows)
 
-    def _check_routes(self) -> None:
-        for first in range(0, len(self._rows), self._size):
-            routes = {route_of(row) for row in self._rows[first : first + self._size]}
+    def _check_routes(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        for first in range(0, len(rows), self._size):
+            routes = {route_of(row) for row in rows[first : first + self._size]}
             if len(routes) > 1:
                 raise RouteError(f"the group that begins at row {first} mixes routes: {', '.join(sorted(routes))}")
 
@@ -61,8 +62,8 @@ class PromptGroupAccumulator:
         """Add one row's result; gives the group's results in input order when it was the last one of its group."""
         if type(row_index) is not int:
             raise RowTypeError(f"a row index must be an integer, but is {row_index!r}")
-        if not 0 <= row_index < len(self._rows):
-            raise RowError(f"row index {row_index} is outside this batch of {len(self._rows)} rows")
+        if not 0 <= row_index < self._count:
+            raise RowError(f"row index {row_index} is outside this batch of {self._count} rows")
         if result is None:
             raise RowError(f"row {row_index} came back with None; a result must be a value")
         if self.has(row_index):

@@ -32,14 +32,33 @@ def stamp_row_indices(rows: Sequence[Row]) -> Sequence[Row]:
     return rows
 
 
+def own_rows(rows: object) -> list[Row]:
+    """The rows in a list of our own: the caller may reorder, refill or empty his as soon as he has his batch. The dicts
+    stay his.
+
+    Raises `RowTypeError` for what is no list of dicts.
+    """
+    _check_sequence(rows)
+    mine = list(cast("Sequence[Any]", rows))
+    if not set(map(type, mine)) <= _ONLY_DICTS:
+        for index, row in enumerate(mine):
+            _check_dict(index, row)
+    return mine
+
+
+def _check_sequence(rows: object) -> None:
+    # Text is a sequence too, and an array's slices and truth are not those of a list.
+    if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
+        raise RowTypeError(f"the rows are a {type(rows).__name__}; give a list of dicts")
+
+
 def check_rows(rows: Sequence[Any], num_generations: int) -> None:
     """Raise `RowError` or `RowTypeError` for a batch that cannot be published; nothing is changed."""
     if type(num_generations) is not int:
         raise RowTypeError(f"num_generations must be an integer, but is {num_generations!r}")
     if num_generations <= 0:
         raise RowError(f"num_generations must be at least 1, but is {num_generations}")
-    if not hasattr(rows, "__len__"):
-        raise RowTypeError(f"the rows are a {type(rows).__name__}; give a list of dicts")
+    _check_sequence(rows)
     if not rows:
         raise RowError("the batch is empty; give at least one row")
     if len(rows) % num_generations:
@@ -71,9 +90,13 @@ def _refuse_twins(rows: Sequence[Any]) -> None:
             )
 
 
-def _check_row(index: int, row: Any) -> None:
+def _check_dict(index: int, row: object) -> None:
     if not isinstance(row, dict):
         raise RowTypeError(f"row {index} is a {type(row).__name__}; each row must be a dict")
+
+
+def _check_row(index: int, row: Any) -> None:
+    _check_dict(index, row)
     if "responses_create_params" not in row:
         raise RowTypeError(f"row {index} lacks responses_create_params; give it a dict with at least an input")
     params = cast("Row", row)["responses_create_params"]

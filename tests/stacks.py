@@ -176,6 +176,19 @@ class Gates:
         return {"row": row["_rowidx"], "group_id": row["_group_id"]}
 
 
+class Pace:
+    """Rollouts of which the first ones run freely and the rest when told."""
+
+    def __init__(self, free: int) -> None:
+        self._free = free
+        self.go = asyncio.Event()
+
+    async def rollout(self, row: Row) -> Row:
+        if row["_rowidx"] >= self._free:
+            await self.go.wait()
+        return {"row": row["_rowidx"]}
+
+
 class WorkerProcess:
     """A worker in a process of its own (tests/worker_program.py), told what to do and telling what happens over its
     pipes.

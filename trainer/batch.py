@@ -81,6 +81,7 @@ class Batch(Generic[Item]):
         return self
 
     async def __anext__(self) -> Item:
+        self._engine.require_own()
         self._acknowledge()
         if self._over:
             raise self._outcome or StopAsyncIteration

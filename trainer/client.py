@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from ..broker.errors import RouteError, UnknownBatchError
-from ..broker.settings import BrokerSettings, settings_from
+from ..broker.errors import RouteError, UnknownBatchError, UsageError
+from ..broker.settings import BrokerSettings
 from ..collector.sweep import ABANDONED
 from ..collector.timing import DEFAULT_PREFIX
-from ..producer import PromptGroup, check_rows, plan_groups, stamp_row_indices
+from ..producer import PromptGroup, check_rows, own_rows, plan_groups, stamp_row_indices
+from .arguments import broker_settings, check_batch_id, check_on_failure, check_seconds, check_text
 from .batch import Batch, GroupBatch, OnFailure, RowBatch
 from .engine import Engine
 from .session import Session, new_session
@@ -39,9 +40,12 @@ class RolloutClient:
         fleet_wait_s: float = DEFAULT_FLEET_WAIT_S,
         name_wait_s: float | None = None,
     ) -> None:
-        given = settings.model_dump() if isinstance(settings, BrokerSettings) else dict(settings or {})
-        broker = settings_from(BrokerSettings, {**given, "url": url}, "rolloutbus.broker")
+        check_text("timer_prefix", timer_prefix)
+        check_seconds("fleet_wait_s", fleet_wait_s)
+        if name_wait_s is not None:
+            check_seconds("name_wait_s", name_wait_s)
         self._prefix = timer_prefix
+        broker = broker_settings(url, settings)
         self._engine = Engine(broker, run, client, fleet_wait_s=fleet_wait_s, name_wait_s=name_wait_s)
 
     @classmethod
@@ -86,8 +90,13 @@ class RolloutClient:
     ) -> GroupBatch:
         """Validate `rows`, stamp `_rowidx`, and start publishing at once; iterate over the result for whole groups.
 
-        Raises `RowError`, `RowTypeError` or `RouteError` before anything is published.
+        The list is the caller's own again when this returns. Its dicts are read while the batch is published, and again
+        where a broker lost it: what they hold must not change until the batch is over.
+
+        Raises `RowError`, `RowTypeError` or `RouteError` before anything is published, and `ConfigError` for an unknown
+        `on_failure`.
         """
+        check_on_failure(on_failure)
         return Batch(self._engine, self._begin(rows, num_generations, rows_mode=False), on_failure, self._prefix)
 
     def run_rollouts(
@@ -96,9 +105,11 @@ class RolloutClient:
         """As `run_groups`, but gives `(row_index, result)` in completion order; failures are `GroupFailure` items where
         yielded.
         """
+        check_on_failure(on_failure)
         return Batch(self._engine, self._begin(rows, num_generations, rows_mode=True), on_failure, self._prefix)
 
     def _begin(self, rows: Sequence[dict[str, Any]], num_generations: int, *, rows_mode: bool) -> Session:
+        rows = own_rows(rows)
         check_rows(rows, num_generations)
         self.connect_now()
         groups = self._plan(rows, num_generations)
@@ -125,13 +136,27 @@ class RolloutClient:
         Those that were dropped because it stayed away too long come as `GroupFailure` of type `AbandonedError`.
 
         `rows` are the batch's rows as published, for `CompletedGroup.rows`; without them each row is `{"_rowidx": i}`.
-        Raises `UnknownBatchError` when it came back too late or the publishing had not finished.
+        Raises `UnknownBatchError` when it came back too late or the publishing had not finished, and `UsageError` for a
+        batch that this client has open, or that is another client's.
         """
+        check_on_failure(on_failure)
+        check_batch_id(batch_id)
+        known = None if rows is None else own_rows(rows)
         await asyncio.wrap_future(self._engine.start())
-        session = await asyncio.wrap_future(self._engine.call(self._resume(batch_id, rows)))
-        return Batch(self._engine, session, on_failure, self._prefix)
+        ready: list[Session] = []
+        try:
+            await asyncio.wrap_future(self._engine.call(self._resume(batch_id, known, ready)))
+        except asyncio.CancelledError:
+            # It may be open already, and nobody has it: the next `resume` would be refused.
+            self._engine.post(self._let_go, ready)
+            raise
+        return Batch(self._engine, ready[0], on_failure, self._prefix)
 
-    async def _resume(self, batch_id: str, rows: Sequence[dict[str, Any]] | None) -> Session:
+    def _let_go(self, sessions: Sequence[Session]) -> None:
+        for session in sessions:
+            self._engine.sessions.let_go(session)
+
+    async def _resume(self, batch_id: str, rows: Sequence[dict[str, Any]] | None, ready: list[Session]) -> None:
         flat = (await self._engine.link.run([("HGETALL", self._engine.keys.batch(batch_id))]))[0]
         pairs = iter(flat)
         record = {name.decode(): value.decode() for name, value in zip(pairs, pairs, strict=True)}
@@ -157,7 +182,7 @@ class RolloutClient:
             elif told or status in ("handed", "cancelled"):
                 session.collection.skip(group, completed=status == "handed", failed=told)
         await self._engine.sessions.resume(session)
-        return session
+        ready.append(session)
 
     @classmethod
     def run_sync(
@@ -172,14 +197,18 @@ class RolloutClient:
         **options: Any,
     ) -> list[Any]:
         """Run a whole batch from plain code; results in input order. A `GroupFailure` stands in each of its rows'
-        places.
+        places. Raises `UsageError` where an event loop runs, as in a notebook.
         """
+        _require_no_loop()
+        check_on_failure(on_failure)
+        mine = own_rows(rows)
+        check_rows(mine, num_generations)
 
         async def collect() -> list[Any]:
-            results: list[Any] = [None] * len(rows)
+            results: list[Any] = [None] * len(mine)
             async with (
                 cls.connect(url, run=run, client=client, **options) as bus,
-                bus.run_groups(rows, num_generations, on_failure=on_failure) as batch,
+                bus.run_groups(mine, num_generations, on_failure=on_failure) as batch,
             ):
                 async for group in batch:
                     first = group.group_index * num_generations
@@ -188,6 +217,18 @@ class RolloutClient:
             return results
 
         return asyncio.run(collect())
+
+
+def _require_no_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise UsageError(
+        "run_sync is for plain code, and an event loop runs here, as in a notebook; write "
+        "`await asyncio.to_thread(RolloutClient.run_sync, url, rows, num_generations, run=…)`, or use "
+        "`async with RolloutClient.connect(…)`"
+    )
 
 
 def _laid_out(layout: str, size: int, rows: Sequence[dict[str, Any]]) -> list[PromptGroup]:

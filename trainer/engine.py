@@ -15,16 +15,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ..broker.channel import Channel, Command, Link
 from ..broker.client_transitions import ClientTransitions
 from ..broker.errors import (
     BrokerUnavailableError,
-    ClientNameTakenError,
     ClosedError,
     OwnershipLostError,
     RolloutBusError,
+    UsageError,
 )
 from ..broker.keys import Keys, check_name
 from ..broker.scripts import load_scripts
@@ -32,6 +32,8 @@ from ..broker.settings import BrokerSettings
 from ..collector import Collector
 from ..collector.sweep import Sweeper
 from ..producer import Producer, RouteMap, read_route_map, wait_for_route_map
+from .forks import forks
+from .naming import NameWait
 from .session import Ended, SessionRunner
 
 log = logging.getLogger("rolloutbus.trainer")
@@ -76,24 +78,49 @@ class Engine:
         # Re-entrant: the last reference to a batch may be dropped, and so cancel it, at any moment.
         self._guard = threading.RLock()
         self._stop_asked = False
+        self._forks = forks()
         self._calls: dict[Future[Any], tuple[Coroutine[Any, Any, Any], ...]] = {}
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a RolloutClient and its batches cannot be pickled or copied: a thread and connections of this process "
+            "belong to them; send the broker's address, and make a client of another name there"
+        )
 
     @property
     def running(self) -> bool:
         return self._thread is not None and self._thread.is_alive() and self._failed is None
 
+    @property
+    def inherited(self) -> bool:
+        """Whether it was started in a process that this one was forked from. It has no thread here, and its locks may
+        be held for ever.
+        """
+        return self._forks != forks() and self._thread is not None
+
     def start(self) -> Future[None]:
         """Begin; the future is done when connected, or carries what went wrong."""
+        self.require_own()
         with self._guard:
             if self._thread is None:
+                self._forks = forks()
                 # A waiter that is cancelled must not cancel it for all.
                 self._ready.set_running_or_notify_cancel()
                 self._thread = threading.Thread(target=self._main, name=f"rolloutbus-{self.client}", daemon=True)
                 self._thread.start()
         return self._ready
 
+    def require_own(self) -> None:
+        """Raise `ClosedError` in a forked process, where nobody would ever answer."""
+        if self.inherited:
+            raise ClosedError(
+                "this client belongs to the process that this one was forked from; make a new one here, of another name"
+            )
+
     def ask_to_stop(self) -> None:
         """Begin to end the thread, without waiting for it."""
+        if self.inherited:
+            return
         with self._guard:
             self._stop_asked = True
             loop, stop = self._loop, self._stop
@@ -105,13 +132,16 @@ class Engine:
     def stop(self) -> None:
         """End the thread, cancelling what is still open; returns when it is gone. Safe twice."""
         self.ask_to_stop()
-        if self._thread is not None and threading.current_thread() is not self._thread:
+        if not self.inherited and self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Run `work` in the client's thread. What the thread's end leaves undone ends with `ClosedError`, never with a
         wait.
         """
+        if self.inherited:
+            work.close()
+            self.require_own()
         with self._guard:
             if self._loop is None or not self.running:
                 work.close()
@@ -231,22 +261,20 @@ class Engine:
         """On every connection: scripts, and the client's name, which a restarted broker may have forgotten."""
         await load_scripts(channel)
         own = ClientTransitions(_ChannelRunner(channel), self.keys, self.settings, self.client, self.incarnation)  # pyright: ignore[reportArgumentType]
+        first = not self._ready.done()
+        try:
+            await self._take_name(own, channel.hello.uptime_s, self._name_wait_s if first else 0.0)
+        except asyncio.CancelledError:
+            if first:
+                # It may have the name without having been told so. Over the same connection, where this comes later.
+                await self._quietly(own.resign([]))
+            raise
+
+    async def _take_name(self, own: ClientTransitions, uptime_s: float, wait_s: float) -> None:
         connected = time.monotonic()
-        deadline = connected + (0.0 if self._ready.done() else self._name_wait_s)
-        last = float("inf")
-        while left := await own.own(watched_s=channel.hello.uptime_s + time.monotonic() - connected):
-            # A lease that grows is being renewed: somebody is alive under this name.
-            if time.monotonic() >= deadline or (left > last and self._only_for_the_dead):
-                raise ClientNameTakenError(
-                    f"client {self.client!r} of run {self.keys.run!r} belongs to another live process (its lease "
-                    f"ends in {left / 1000:.0f} s unless renewed); end that process, or give this one another name"
-                )
-            if last == float("inf"):
-                log.info(
-                    "client %s: waiting for the lease of its former process, %.0f s at most", self.client, left / 1000
-                )
-            last = left
-            await asyncio.sleep(min(0.2, left / 1000))
+        wait = NameWait(self.client, self.keys.run, wait_s, only_for_the_dead=self._only_for_the_dead)
+        while left := await own.own(watched_s=uptime_s + time.monotonic() - connected):
+            await wait.pause(left)
 
     async def _serve(self, stop: asyncio.Task[Any]) -> None:
         self.collector = Collector(

@@ -16,12 +16,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
 from ..broker.errors import ClosedError, NoInstanceError, RowError
+from ..broker.keys import check_name
 from ..broker.routes import route_of
 from ..broker.settings import BrokerSettings
 from ..collector.timing import DEFAULT_PREFIX
 from ..producer import RouteMap
 from ..producer.rows import shard_of
+from .arguments import broker_settings, check_seconds
 from .client import DEFAULT_FLEET_WAIT_S, RolloutClient
+from .forks import forks
 from .nemo_rl_stream import CallBatch, Feed, Part, RolloutStream
 
 Row = dict[str, Any]
@@ -53,7 +56,11 @@ class NemoRLEnvironment:
         """
         if num_generations < 1:
             raise ValueError(f"num_generations must be at least 1, but is {num_generations}")
-        given = settings.model_dump() if isinstance(settings, BrokerSettings) else dict(settings or {})
+        check_name("run", run)
+        if client is not None:
+            check_name("client", client)
+        check_seconds("fleet_wait_s", fleet_wait_s)
+        given = broker_settings(url, settings)
         self._connection = _Connection(
             {"url": url, "run": run, "client": client, "settings": given, "fleet_wait_s": fleet_wait_s}
         )
@@ -220,6 +227,7 @@ class _Connection:
         self._reset()
 
     def _reset(self) -> None:
+        self._forks = forks()
         self._guard = threading.Lock()
         self._client: _Client | None = None
         self._threads: ThreadPoolExecutor | None = None
@@ -234,6 +242,7 @@ class _Connection:
 
     def client(self) -> _Client:
         """The connected client; blocks while it connects."""
+        self._settle_in()
         with self._guard:
             if self._closed:
                 raise ClosedError("this environment was shut down; make a new one")
@@ -248,6 +257,7 @@ class _Connection:
 
     def submit(self, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
         """Run blocking work in one of the threads."""
+        self._settle_in()
         with self._guard:
             if self._closed:
                 raise ClosedError("this environment was shut down; make a new one")
@@ -255,7 +265,17 @@ class _Connection:
                 self._threads = ThreadPoolExecutor(_OPENERS, thread_name_prefix="rolloutbus-open")
             return self._threads.submit(work, *arguments)
 
+    def _settle_in(self) -> None:
+        """A forked process has none of the threads, and the lock may be held for ever: it begins anew, as a pickled
+        copy does.
+        """
+        if self._forks != forks():
+            closed = self._closed
+            self._reset()
+            self._closed = closed
+
     def close(self) -> None:
+        self._settle_in()
         with self._guard:
             client, threads = self._client, self._threads
             self._client = self._threads = None

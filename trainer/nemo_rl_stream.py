@@ -13,10 +13,11 @@ from collections.abc import Awaitable, Generator
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeAlias, cast
 
-from ..broker.errors import BatchCancelledError, GroupFailedError, UnreadableResultError
+from ..broker.errors import BatchCancelledError, ClosedError, GroupFailedError, UnreadableResultError
 from ..collector import GroupFailure
 from ..collector.timing import DEFAULT_PREFIX
 from .batch import Batch
+from .forks import forks
 
 Item: TypeAlias = tuple[int, dict[str, Any], dict[str, float] | None]
 
@@ -118,6 +119,7 @@ class RolloutStream:
 
     def __init__(self, opening: Future[Feed]) -> None:
         self._opening = opening
+        self._forks = forks()
         self._over = False
         self._leave = weakref.finalize(self, _abandon, opening)
 
@@ -128,6 +130,7 @@ class RolloutStream:
         if self._over:
             raise StopAsyncIteration
         try:
+            self._require_own()
             feed = await asyncio.wrap_future(self._opening)
             return Settled(await feed.next())
         except StopAsyncIteration:
@@ -142,10 +145,23 @@ class RolloutStream:
             await self.aclose()
             return Settled(None, error)
 
+    @property
+    def _inherited(self) -> bool:
+        return self._forks != forks()
+
+    def _require_own(self) -> None:
+        """Raise in a forked process: nobody in it opens the batch, or gets its results."""
+        if self._inherited:
+            raise ClosedError(
+                "these rollouts belong to the process that this one was forked from; begin others here with `remote`"
+            )
+
     async def aclose(self) -> None:
         """Leave: what is still out is cancelled before this returns."""
         self._over = True
-        if self._leave.detach() is not None and not self._opening.cancel():
+        if self._leave.detach() is None or self._inherited:
+            return
+        if not self._opening.cancel():
             try:
                 feed = await asyncio.wrap_future(self._opening)
             except Exception:

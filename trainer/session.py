@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..broker.channel import Channel, Link
 from ..broker.client_transitions import Books, ClientTransitions, OutgoingGroup
-from ..broker.errors import BatchCancelledError, BatchError, BooksError, UnknownBatchError
+from ..broker.errors import BatchCancelledError, BatchError, BooksError, UnknownBatchError, UsageError
 from ..collector import BatchCollection, Collector, GroupFailure, PackedGroup, PackedRow, Sink
 from ..collector.sweep import Watched, outline
 from ..collector.timing import COUNTERS
@@ -132,6 +132,7 @@ class SessionRunner:
         self._producer = producer
         self._collector = collector
         self.sessions: dict[str, Session] = {}
+        self._resuming: set[str] = set()
 
     async def start(self, session: Session) -> None:
         """Begin to publish, with collecting already under way."""
@@ -151,7 +152,23 @@ class SessionRunner:
         session.watched.is_there = is_there
 
     async def resume(self, session: Session) -> None:
-        """Go on with a sealed batch: everything on the streams is read again."""
+        """Go on with a sealed batch: everything on the streams is read again. `UsageError` where this client has it."""
+        # Nothing is awaited between looking and taking it, or two that come at once would both find it free.
+        if session.batch in self.sessions or session.batch in self._resuming:
+            raise UsageError(
+                f"batch {session.batch} is open in this client already; go on with the batch that `run_groups` or "
+                "`resume` gave, which several tasks may iterate over together"
+            )
+        self._resuming.add(session.batch)
+        try:
+            await self._take_up(session)
+        except BaseException:
+            self.let_go(session)
+            raise
+        finally:
+            self._resuming.discard(session.batch)
+
+    async def _take_up(self, session: Session) -> None:
         session.run_id, session.resumed = await self._server(), True
         await self._transitions.adopt(session.batch)
         session.publication.opened = session.publication.sealed = True
@@ -159,6 +176,17 @@ class SessionRunner:
         await self._collector.attach(session.collection, session.publication.shards, from_start=True)
         if session.collection.all_ended:
             session.outbox.end(Ended(None))
+
+    def let_go(self, session: Session) -> None:
+        """Nobody has it here; on the broker it stays as it is, for a `resume` to come."""
+        # What has come of it must come again, and not be deleted as what is left of a batch that is over.
+        session.collection.leftovers()
+        self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        if self.sessions.get(session.batch) is session:
+            self._collector.detach(session.batch)
+            del self.sessions[session.batch]
 
     async def _publish(self, session: Session, *, again: bool = False) -> None:
         """Publish, and as often as the broker turns out to be another process than before, bring back what it may have
@@ -226,8 +254,7 @@ class SessionRunner:
             session.books = await self._transitions.close(session.batch, _queued(session))
         finally:
             # Not before: what comes while it closes would count as another batch's that may be resumed, and stay.
-            self._collector.detach(session.batch)
-            del self.sessions[session.batch]
+            self._forget(session)
         if complete:
             _check_books(session)
 

@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rolloutbus.broker.errors import RolloutBusError, RouteError, RowError, RowTypeError
-from rolloutbus.producer import bucket_groups_by_shard, check_rows, plan_groups, route_of, stamp_row_indices
+from rolloutbus.producer import (
+    bucket_groups_by_shard,
+    check_rows,
+    own_rows,
+    plan_groups,
+    route_of,
+    stamp_row_indices,
+)
 
 ROUTES = {"a": "left", "b": "right", "c": "left"}
 
@@ -137,3 +144,27 @@ def test_bucketing_loses_and_doubles_no_row(routes: list[str], size: int) -> Non
             [one["_rowidx"] for one in group] == list(range(group[0]["_rowidx"], group[0]["_rowidx"] + size))
             for group in groups
         )
+
+
+def test_own_rows_are_another_list_of_the_same_dicts() -> None:
+    class Dict(dict[str, Any]):
+        pass
+
+    for his in (rows("a", "b"), tuple(rows("a", "b")), [Dict(row())]):
+        mine = own_rows(his)
+        assert mine is not his
+        assert all(one is other for one, other in zip(mine, his, strict=True))
+    assert own_rows([]) == []
+
+
+@pytest.mark.parametrize("wrong", ["ab", b"ab", {"a": 1}, {1}, 5, None, iter([row()])])
+def test_what_is_no_list_is_named(wrong: Any) -> None:
+    with pytest.raises(RowTypeError, match=f"the rows are a {type(wrong).__name__}; give a list of dicts"):
+        own_rows(wrong)
+    with pytest.raises(RowTypeError, match="the rows are a"):
+        check_rows(wrong, 1)
+
+
+def test_own_rows_name_the_first_that_is_no_dict() -> None:
+    with pytest.raises(RowTypeError, match="row 1 is a str; each row must be a dict"):
+        own_rows([row(), "text", 5])

@@ -54,6 +54,26 @@ async def test_groups_come_whole_with_the_callers_rows_and_balanced_books(stack:
 
 
 @within(20)
+async def test_the_list_is_the_callers_own_again_while_its_batch_runs(stack: Stack) -> None:
+    """Reordered, it gave rows the results of others; refilled, groups without rows; emptied, it ended the client."""
+    gates = Gates()
+    await stack.worker(EachRow(gates.rollout))
+    client = await stack.connected()
+    rows = rows_of(6)
+    async with client.run_groups(rows, 2) as batch, client.run_rollouts(rows[:4], 2) as other:
+        rows.reverse()
+        gates.open(0)
+        groups = [await anext(batch)]
+        rows[:] = rows_of(1)
+        gates.open(1, 2)
+        groups += [await anext(batch), await anext(batch)]
+        rows.clear()
+        gates.open(3, 4, 5)
+        check_groups([*groups, *await groups_of(batch)], 6)
+        assert len(await groups_of(other)) == 4
+
+
+@within(20)
 async def test_the_metrics_are_those_of_the_design(stack: Stack) -> None:
     stack.host({"s": {"replicas": 2}})
     for label in ("s/0", "s/1"):

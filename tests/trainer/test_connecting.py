@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import threading
 import time
+from typing import Any
 
 import pytest
+from rolloutbus.broker.client_transitions import ClientTransitions
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import (
     BrokerAuthError,
@@ -14,7 +18,7 @@ from rolloutbus.broker.errors import (
     ClosedError,
     NoInstanceError,
 )
-from rolloutbus.trainer import RolloutClient
+from rolloutbus.trainer import RolloutClient, naming
 
 from tests.stacks import (
     Stack,
@@ -113,3 +117,55 @@ async def test_a_name_whose_process_died_is_waited_for_by_default(stack: Stack) 
     stack.redis.set(owner, left_behind)
     async with stack.client():
         assert stack.redis.get(owner).split()[0] != left_behind.split()[0]
+
+
+@within(20)
+async def test_a_wait_for_a_name_is_told_with_how_long_it_takes_at_most(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script that ended without closing its client, and was started again, did nothing for half a minute and said
+    nothing.
+    """
+    monkeypatch.setattr(naming, "SAY_AFTER_S", 0.0)
+    owner = stack.keys.owner("trainer")
+    async with stack.client():
+        left_behind = stack.redis.get(owner)
+    stack.redis.set(owner, left_behind)
+    async with stack.client():
+        pass
+    (told,) = [record for record in caplog.records if record.name == "rolloutbus.trainer"]
+    assert told.levelname == "WARNING"
+    assert re.search(r"client trainer of run .* waiting for its lease to end, 1 s at most", told.message)
+
+
+@within(20)
+async def test_a_name_that_is_free_is_not_talked_about(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    async with stack.client():
+        pass
+    assert caplog.records == []
+
+
+@within(20)
+async def test_a_client_given_up_before_it_knows_that_it_has_its_name_gives_it_back(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker had noted the name and the answer was on its way: it stayed taken for a whole lease."""
+    taken = threading.Event()
+    own = ClientTransitions.own
+
+    async def own_and_hear_nothing(self: ClientTransitions, **options: Any) -> int:
+        await own(self, **options)
+        taken.set()
+        await asyncio.Event().wait()
+        return 0
+
+    monkeypatch.setattr(ClientTransitions, "own", own_and_hear_nothing)
+    client = stack.client()
+    entering = asyncio.create_task(client.__aenter__())
+    await asyncio.to_thread(taken.wait, 10)
+    assert stack.redis.exists(stack.keys.owner("trainer"))
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    await client.close()
+    assert not stack.redis.exists(stack.keys.owner("trainer"))

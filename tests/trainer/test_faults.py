@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +18,19 @@ from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.shard_workers.worker import CLAIM_EVERY_S
 from rolloutbus.trainer import Batch, BatchCounts, CompletedGroup
 
-from tests.stacks import QUICK, ROOT, EachRow, Row, Stack, check_groups, groups_of, rows_of, stack_on, until, within
+from tests.stacks import (
+    QUICK,
+    EachRow,
+    Pace,
+    Row,
+    Stack,
+    check_groups,
+    groups_of,
+    rows_of,
+    stack_on,
+    until,
+    within,
+)
 
 
 def stale(batch: Batch[Any]) -> float:
@@ -73,19 +83,6 @@ async def test_a_worker_stopped_past_its_lease_has_its_writes_refused_and_counte
         assert stale(batch) >= 1
         assert batch.metrics["timing/rollout/duplicate_rows"] == 0
         assert batch.counts == BatchCounts(2, 2, 0, 0)
-
-
-class Pace:
-    """Rollouts of which the first ones run freely and the rest when told."""
-
-    def __init__(self, free: int) -> None:
-        self._free = free
-        self.go = asyncio.Event()
-
-    async def rollout(self, row: Row) -> Row:
-        if row["_rowidx"] >= self._free:
-            await self.go.wait()
-        return {"row": row["_rowidx"]}
 
 
 @asynccontextmanager
@@ -341,102 +338,3 @@ async def quiet(stack: Stack, batch: str) -> None:
     while (now := bytes_of(stack, batch)) != before:
         before = now
         await asyncio.sleep(0.3)
-
-
-class Trainer:
-    """A trainer in a process of its own (tests/trainer_program.py)."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-
-    async def event(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = await self.process.stdout.readline()
-        assert line, "the trainer ended early"
-        return json.loads(line)
-
-
-@asynccontextmanager
-async def trainer(stack: Stack, take: int) -> AsyncGenerator[Trainer]:
-    order = {"url": stack.broker.url, "run": stack.run, "settings": stack.options, "groups": 10, "take": take}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.trainer_program", json.dumps(order),
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=ROOT,
-    )  # fmt: skip
-    try:
-        yield Trainer(process)
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGKILL)
-        await process.communicate()
-
-
-@pytest.mark.parametrize("known_rows", [True, False])
-@within(60)
-async def test_a_batch_goes_on_in_a_new_process_after_its_trainer_was_killed(stack: Stack, known_rows: bool) -> None:
-    ran: list[int] = []
-    pace = Pace(free=12)
-
-    async def rollout(row: Row) -> Row:
-        result = await pace.rollout(row)
-        ran.append(row["_rowidx"])
-        return result
-
-    await stack.worker(EachRow(rollout))
-    async with trainer(stack, take=4) as first:
-        batch_id = (await first.event())["batch"]
-        taken = [(await first.event())["group"] for _ in range(4)]
-        # It asked for the fifth, so the first three are acknowledged at least; and only what is sealed can be resumed.
-        await until(lambda: handed(stack, batch_id) >= 3 and is_sealed(stack, batch_id))
-        acknowledged = [group for group in taken if record(stack, batch_id, group)[0] == "handed"]
-        first.process.kill()
-        await first.process.wait()
-    await stack.happens("finished", 6)
-    client = await stack.connected(name_wait_s=10.0)
-    rows = rows_of(10)
-    for at, row in enumerate(rows):
-        row["_rowidx"] = at
-    async with await client.resume(batch_id, rows if known_rows else None) as batch:
-        pace.go.set()
-        groups = await groups_of(batch)
-    assert sorted([*acknowledged, *(group.group_index for group in groups)]) == list(range(10))
-    assert sorted(ran) == list(range(20))
-    assert all(row["_rowidx"] == result["row"] for g in groups for row, result in zip(g.rows, g.results, strict=True))  # pyright: ignore
-    assert batch.counts == BatchCounts(10, 10, 0, 0)
-
-
-def record(stack: Stack, batch: str, group: int) -> list[str]:
-    return stack.redis.hget(stack.keys.batch(batch), f"g:{group}").decode().split(" ")  # pyright: ignore
-
-
-def is_sealed(stack: Stack, batch: str) -> bool:
-    return stack.redis.hget(stack.keys.batch(batch), "state") == b"sealed"
-
-
-def handed(stack: Stack, batch: str) -> int:
-    return [record(stack, batch, group)[0] for group in range(10)].count("handed")
-
-
-@within(60)
-async def test_a_failure_that_was_handed_over_does_not_come_again_after_a_restart(stack: Stack) -> None:
-    go = asyncio.Event()
-
-    async def rollout(row: Row) -> Row:
-        if row["_rowidx"] // 2 == 0:
-            raise ValueError("unlucky")
-        await go.wait()
-        return {"row": row["_rowidx"]}
-
-    await stack.worker(EachRow(rollout), data_attempts=1)
-    async with trainer(stack, take=9) as first:
-        batch_id = (await first.event())["batch"]
-        assert (await first.event())["group"] == 0
-        await until(lambda: record(stack, batch_id, 0)[2] == "told" and is_sealed(stack, batch_id))
-        first.process.kill()
-        await first.process.wait()
-    client = await stack.connected(name_wait_s=10.0)
-    async with await client.resume(batch_id, on_failure="yield") as batch:
-        go.set()
-        groups = await groups_of(batch)
-    assert sorted(group.group_index for group in groups) == list(range(1, 10))
-    assert batch.counts == BatchCounts(10, 9, 1, 0)

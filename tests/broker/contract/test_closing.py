@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rolloutbus.broker.client_transitions import Books, cancel_batch
-from rolloutbus.broker.errors import BatchCancelledError, OwnershipLostError, UnknownBatchError
+from rolloutbus.broker.errors import BatchCancelledError, OwnershipLostError, UnknownBatchError, UsageError
 
 from tests.broker.contract.stage import FAILURE, SHARD, Stage, result_rows
 
@@ -75,7 +75,7 @@ async def test_neither_a_foreign_nor_an_unknown_nor_a_cancelled_batch_is_adopted
     batch = await stage.sealed()
     other = stage.client("validation", "second")
     await other.own()
-    with pytest.raises(OwnershipLostError):
+    with pytest.raises(UsageError, match="belongs to client 'trainer', and this client is 'validation'"):
         await other.adopt(batch.id)
     with pytest.raises(UnknownBatchError):
         await other.adopt("unheard-of")
