@@ -18,6 +18,7 @@ from ..broker.errors import DecodeError, EnvironmentContractError, PayloadTooLar
 from ..broker.messages import Failure
 from ..broker.worker_transitions import Attempt, Taken, WorkerTransitions
 from .environments.base import Environment, ReportsTiming, Row
+from .environments.exits import text_of
 from .failures import describe, retry_delay
 from .finishing import Finisher, LostAttemptError, Outgoing
 from .running import EnvironmentCancelledError, OnResult, run_rows
@@ -102,8 +103,7 @@ class AttemptRunner:
             group_id = rows[0]["_group_id"]
             await run_rows(self._environment, rows, on_result, independent=independent)
             if self._reports is not None:
-                for name, seconds in self._reports.take_timing(group_id).items():
-                    timing.spend(name, seconds)
+                _take_timing(self._reports, group_id, timing)
         self._finisher.complete(outgoing)
 
     def _rows(self, attempt: Attempt, taken: Taken) -> list[Row]:
@@ -196,6 +196,17 @@ class AttemptRunner:
             work.add_done_callback(lambda task: task.cancelled() or task.exception())
         elif not work.cancelled():
             work.exception()
+
+
+def _take_timing(reports: ReportsTiming, group_id: str, timing: BatchTiming) -> None:
+    try:
+        for name, seconds in reports.take_timing(group_id).items():
+            timing.spend(name, seconds)
+    # The rows are done, and what is only told about them must not fail them.
+    except (Exception, SystemExit) as error:
+        log.warning(
+            "%s: its times are left out: take_timing raised %s(%s)", group_id, type(error).__name__, text_of(error)
+        )
 
 
 def _error_of(work: asyncio.Task[None]) -> BaseException:

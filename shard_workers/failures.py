@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from ..broker.errors import BrokerFullError
 from ..broker.messages import Failure
+from .environments.exits import EXITS, text_of
 from .worker_settings import WorkerSettings
 
 _INFRA_STATUS = {408, 429}
@@ -22,9 +23,9 @@ _TRACE_LIMIT = 16_000
 
 def http_status(error: BaseException) -> int | None:
     """The HTTP status an exception carries, by the names that HTTP clients give it."""
-    for source in (error, getattr(error, "response", None)):
+    for source in (error, _attribute(error, "response")):
         for name in ("status_code", "status", "code"):
-            status: Any = getattr(source, name, None)
+            status = _attribute(source, name)
             if isinstance(status, int) and 100 <= status <= 599:
                 return int(status)
     return None
@@ -33,10 +34,10 @@ def http_status(error: BaseException) -> int | None:
 def describe(error: BaseException) -> Failure:
     """`error` as a `Failure`; instance and attempt are filled in where it is reported."""
     status = http_status(error)
-    text = _text(error)
-    body = getattr(error, "response_content", None)
+    text = text_of(error)
+    body = _attribute(error, "response_content")
     if body:
-        text += f": {body.decode(errors='replace') if isinstance(body, bytes) else body}"
+        text += f": {body.decode(errors='replace') if isinstance(body, bytes) else text_of(body)}"
     return Failure(
         failure_class="infra" if _is_infra(error, status) else "data",
         type=type(error).__name__,
@@ -46,11 +47,12 @@ def describe(error: BaseException) -> Failure:
     )
 
 
-def _text(error: BaseException) -> str:
+def _attribute(source: object, name: str) -> Any:
+    """None where there is none, or where it is computed and that fails."""
     try:
-        return str(error)
-    except Exception as broken:  # an environment's exception is an environment's code
-        return f"(its message cannot be read: {type(broken).__name__})"
+        return getattr(source, name, None)
+    except (Exception, *EXITS):
+        return None
 
 
 def _is_infra(error: BaseException, status: int | None) -> bool:

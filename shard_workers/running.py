@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from ..broker.errors import EnvironmentContractError
 from .environments.base import Environment, Row
+from .environments.exits import EXITS, contained, text_of
 
 # An environment whose rows are ready one after another would keep the event loop, and its first row, until the last.
 GIVE_WAY_S = 0.001
@@ -37,9 +38,8 @@ async def run_rows(environment: Environment, rows: Sequence[Row], on_result: OnR
             failed = await _give_on(stream, outcomes, on_result, independent=independent)
         finally:
             await _close(stream)
-    # Left alone, it would end the event loop and with it every other group of this instance.
-    except SystemExit as error:
-        raise EnvironmentContractError(f"the environment raised SystemExit({error}); let it raise an error") from error
+    except EXITS as error:
+        raise contained(error, "the environment") from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -48,7 +48,7 @@ async def run_rows(environment: Environment, rows: Sequence[Row], on_result: OnR
             "the environment raised CancelledError by itself; let it raise what went wrong instead"
         ) from None
     if failed is not None:
-        raise failed if isinstance(failed, Exception) else EnvironmentContractError(f"a row failed with {failed!r}")
+        raise failed if isinstance(failed, Exception) else _as_error(failed)
     outcomes.require_all()
 
 
@@ -110,6 +110,12 @@ class _Outcomes:
             raise EnvironmentContractError(
                 f"the environment ended without a result for rows {_span(self._open)}; it must yield every row once"
             )
+
+
+def _as_error(failed: BaseException) -> EnvironmentContractError:
+    error = EnvironmentContractError(f"a row failed with {type(failed).__name__}({text_of(failed)})")
+    error.__cause__ = failed
+    return error
 
 
 def _as_stream(stream: Any) -> AsyncIterator[Any]:

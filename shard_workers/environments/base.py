@@ -39,6 +39,10 @@ class Environment(Protocol):
 
         Cancelling the task that reads, or `aclose()` once nothing reads any more, ends every task of the
         call before it returns.
+
+        `SystemExit` and `KeyboardInterrupt` that leave the iterator fail the group like any error. Catch them in tasks
+        that you make yourself: asyncio takes them out of the task through the event loop. The loop of a fleet's
+        instance goes on after that; under a plain `asyncio.run` the worker ends.
         """
         ...
 

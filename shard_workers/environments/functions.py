@@ -19,6 +19,7 @@ from ...broker.errors import ClosedError, ConfigError, EnvironmentContractError,
 from ...broker.routes import route_of
 from .base import Result, Row, RowOutcome
 from .config_files import merge_config_paths
+from .exits import EXITS, contained
 from .group_barrier import GroupBarrier, GroupSeat, Slot
 from .import_path import import_object, search_first
 from .policy import Policy, policy_from_config
@@ -159,9 +160,8 @@ async def _run_row(stack: _Stack, row: Row, barrier: GroupBarrier, position: int
     await slot.acquire()
     try:
         result = cast(object, await entry.function(_private_copy(row), context))
-    # Left alone, it would stop the event loop and with it every other group of this worker.
-    except SystemExit as error:
-        raise EnvironmentContractError(f"{entry.spec} (entry {entry.name!r}) raised SystemExit({error})") from error
+    except EXITS as error:
+        raise contained(error, f"{entry.spec} (entry {entry.name!r})") from error
     finally:
         slot.release()
     if not isinstance(result, dict):

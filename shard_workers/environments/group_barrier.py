@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...broker.errors import EnvironmentContractError, RolloutBusError
+from .exits import text_of
 
 
 class GroupBrokenError(RolloutBusError, RuntimeError):
@@ -98,7 +99,9 @@ class GroupBarrier:
         assert position is not None
         error = self._left[position]
         what = (
-            f"failed with {type(error).__name__}: {error}" if error is not None else "returned without calling gather"
+            f"failed with {type(error).__name__}: {text_of(error)}"
+            if error is not None
+            else "returned without calling gather"
         )
         broken = GroupBrokenError(
             f"row {self._names[position]} (sibling {position + 1} of {self.size}) {what}; "

@@ -120,14 +120,35 @@ def test_long_texts_are_cut_and_broken_ones_survive() -> None:
     assert describe(ValueError("\ud800")).packed()
 
 
-def test_an_exception_that_cannot_even_be_printed_is_described() -> None:
+@pytest.mark.parametrize("raised", [RuntimeError("no"), SystemExit(3)], ids=repr)
+def test_an_exception_that_cannot_even_be_printed_is_described(raised: BaseException) -> None:
     class Mute(Exception):
         def __str__(self) -> str:
-            raise RuntimeError("no")
+            raise raised
+
+        __repr__ = __str__
+
+        @property
+        def status_code(self) -> int:
+            raise raised
+
+        response = response_content = status_code
 
     failure = describe(Mute())
-    assert (failure.type, failure.failure_class) == ("Mute", "data")
-    assert "RuntimeError" in failure.message
+    assert (failure.type, failure.failure_class, failure.http_status) == ("Mute", "data", None)
+    assert type(raised).__name__ in failure.message
+    assert failure.packed()
+
+
+def test_an_answer_that_cannot_be_printed_takes_nothing_with_it() -> None:
+    class Answer:
+        def __str__(self) -> str:
+            raise SystemExit(3)
+
+    assert (
+        "refused: (its message cannot be read: SystemExit)"
+        in describe(StatusError(status=500, response_content=Answer())).message
+    )
 
 
 @given(st.integers(0, 200))

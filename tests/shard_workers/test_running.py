@@ -139,6 +139,25 @@ async def test_an_environment_that_wants_to_exit_ends_its_attempt_only() -> None
     assert "SystemExit(3)" in str(error)
 
 
+async def test_an_interrupt_that_is_nobodys_ctrl_c_ends_its_attempt_only() -> None:
+    """Rollouts that run a model's code may raise anything, and outside of the main thread Python tells of no Ctrl-C."""
+    ((_, error),) = await asyncio.to_thread(asyncio.run, run(stream(KeyboardInterrupt("stop"))))
+    assert isinstance(error, EnvironmentContractError)
+    assert "KeyboardInterrupt(stop)" in str(error)
+
+
+async def test_a_row_that_failed_with_an_exit_which_cannot_be_printed_is_a_contract_error() -> None:
+    class Rude(SystemExit):
+        def __repr__(self) -> str:
+            raise SystemExit
+
+        __str__ = __repr__
+
+    ((_, error),) = await run(stream((6, Rude())))
+    assert isinstance(error, EnvironmentContractError)
+    assert "a row failed with Rude(" in str(error)
+
+
 async def test_a_failed_row_ends_the_attempt_at_once_and_closes_the_environment() -> None:
     closed: list[bool] = []
 

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 from rolloutbus.broker.errors import GroupFailedError
+from rolloutbus.shard_workers.fleet.loop_thread import LoopThread
+from rolloutbus.shard_workers.worker import ShardWorker
+from rolloutbus.shard_workers.worker_settings import WorkerSettings
 from rolloutbus.trainer import BatchCounts, CompletedGroup, GroupFailure
 
 from tests.stacks import EachRow, Row, Stack, WholeGroup, check_groups, groups_of, rows_of, within
@@ -222,3 +225,52 @@ async def test_an_environment_that_swallows_its_cancellation_is_left_behind_and_
         CompletedGroup,
     ]
     assert worker.statistics().ended == {"dead": 1, "done": 2}
+
+
+@pytest.mark.parametrize("wanted", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+@within(30)
+async def test_an_exit_in_a_task_of_the_environment_fails_its_group_and_the_instance_goes_on(
+    stack: Stack, wanted: BaseException
+) -> None:
+    """asyncio takes it out of the task through the event loop, which a fleet's instance runs again."""
+    meet: list[int] = []
+
+    async def rollout(row: Row) -> Row:
+        if row["_rowidx"] in BAD_ROWS:
+            raise wanted
+        meet.append(row["_rowidx"])
+        while len(meet) < 6:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return {"row": row["_rowidx"]}
+
+    instance = LoopThread("instance")
+    worker = ShardWorker(stack.settings, stack.run, "s", "s", EachRow(rollout), WorkerSettings(data_attempts=1))
+    working = instance.submit(worker.run())
+    await stack.reading("s", worker.identity.consumer)
+    client = await stack.connected()
+    async with client.run_groups(rows_of(4), 2, on_failure="yield") as batch:
+        groups = await groups_of(batch)
+    (failure,) = [group for group in groups if isinstance(group, GroupFailure)]
+    assert (failure.group_index, failure.type) == (BAD_GROUP, "EnvironmentContractError")
+    assert f"the environment raised {type(wanted).__name__}(" in failure.message
+    assert batch.counts == BatchCounts(4, 3, 1, 0)
+    instance.loop.call_soon_threadsafe(worker.stop)
+    await asyncio.wrap_future(working)
+    await asyncio.to_thread(instance.close)
+
+
+@pytest.mark.parametrize("wanted", [SystemExit(3), KeyError("group")], ids=repr)
+@within(20)
+async def test_rows_are_not_failed_by_what_is_told_about_their_times(
+    stack: Stack, caplog: pytest.LogCaptureFixture, wanted: BaseException
+) -> None:
+    class Reporting(EachRow):
+        def take_timing(self, group_id: str) -> dict[str, float]:
+            raise wanted
+
+    await stack.worker(Reporting(), data_attempts=1)
+    client = await stack.connected()
+    async with client.run_groups(rows_of(4), 2) as batch:
+        check_groups(await groups_of(batch), 4)
+    assert f"take_timing raised {type(wanted).__name__}(" in caplog.text
+    assert batch.counts == BatchCounts(4, 4, 0, 0)

@@ -99,6 +99,21 @@ async def test_whatever_a_function_raises_is_that_rows_failure(start: Start, rai
     assert outcomes[1] == {"reward": 1.0}
 
 
+async def test_an_interrupt_of_its_own_is_that_rows_failure(start: Start) -> None:
+    """It ended the event loop, and with it every other group of the worker."""
+
+    async def first_raises(row: Row, context: RolloutContext) -> Row:
+        if row["_rowidx"] == 0:
+            raise KeyboardInterrupt("enough")
+        return {"reward": 1.0}
+
+    # As in a fleet: in the main thread it may be somebody's Ctrl-C.
+    outcomes = await asyncio.to_thread(asyncio.run, run(await start(first_raises), group(2)))
+    assert isinstance(outcomes[0], EnvironmentContractError)
+    assert "(entry 'probe') raised KeyboardInterrupt(enough)" in str(outcomes[0])
+    assert outcomes[1] == {"reward": 1.0}
+
+
 async def test_a_cancellation_of_its_own_names_the_row_and_what_to_do(start: Start) -> None:
     async def cancels_itself(row: Row, context: RolloutContext) -> Row:
         task = asyncio.current_task()
