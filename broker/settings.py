@@ -112,6 +112,11 @@ def broker_url(given: str | None, environ: Mapping[str, str] = os.environ) -> st
 
 
 def redacted(url: str) -> str:
-    """`url` without its password, for messages and logs; also where it is no valid address."""
-    masked = re.sub(r"(://[^:@/?#]*:).*@", r"\1***@", url, flags=re.DOTALL)
+    """`url` without its password, for messages and logs; also where it is no valid address.
+
+    A user that stands alone is hidden too: it may be a password in the wrong place.
+    """
+    masked = re.sub(r"^((?:\w+://)?[^:@/?#]*:)(?!//).*@", r"\1***@", url, flags=re.DOTALL)
+    # The path of a socket may hold an @.
+    masked = re.sub(r"^(\w+://)[^:?/]+@|^((?:rediss?://)?)[^:?]+@", r"\1\2***@", masked)
     return re.sub(r"([?&]password=)[^&#]*", r"\1***", masked)

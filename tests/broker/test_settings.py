@@ -110,6 +110,14 @@ def test_the_given_address_goes_before_the_environments():
         ("unix:///tmp/sock?password=pw&db=1", "unix:///tmp/sock?password=***&db=1"),
         ("redis://:pw@host?password=other", "redis://:***@host?password=***"),
         ("the broker", "the broker"),
+        ("redis://pw@host:6379/0", "redis://***@host:6379/0"),
+        ("rediss://p@w@host", "rediss://***@host"),
+        ("redis://p/w@host", "redis://***@host"),
+        ("user:pw@host:6379", "user:***@host:6379"),
+        ("pw@host", "***@host"),
+        ("redis://host/0?password=a@b", "redis://host/0?password=***"),
+        ("unix:///tmp/a@b.sock", "unix:///tmp/a@b.sock"),
+        ("unix://pw@/tmp/sock", "unix://***@/tmp/sock"),
     ],
 )
 def test_an_address_is_shown_without_its_password(url: str, shown: str):
