@@ -6,8 +6,8 @@ lost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from .dead_letters import DeadLetter, read_dead_letters
 from .errors import UnknownBatchError
@@ -48,8 +48,8 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class GroupLife:
-    """`record` is None once the batch is over; `trimmed` when events from its beginning are gone, `events_since_ms`
-    where they begin.
+    """`record` is None once the batch is over, and where it is none of ours: then it is `unreadable`. `trimmed` when
+    events from its beginning are gone, `events_since_ms` where they begin.
     """
 
     batch: str
@@ -61,18 +61,19 @@ class GroupLife:
     letter: DeadLetter | None
     trimmed: bool
     events_since_ms: int
+    unreadable: bool = False
 
 
 async def read_group_life(runner: Runner, keys: Keys, batch: str, group: int) -> GroupLife:
     """Everything known of the group; raises `UnknownBatchError` when that is nothing."""
     time, fields = await ask(runner, [("TIME",), ("HMGET", keys.batch(batch), "state", f"g:{group}", "shards")])
-    state, raw, shards = (word.decode() if word else "" for word in fields)
+    state, raw, shards = (word.decode(errors="replace") if word else "" for word in fields)
     events, since = await _read_events(runner, keys, batch, group)
     letters = [
         letter for letter in await read_dead_letters(runner, keys) if (letter.batch, letter.group) == (batch, group)
     ]
     record = await _read_record(runner, keys, raw, shards.split()) if raw else None
-    if not (events or record or letters):
+    if not (events or raw or letters):
         raise UnknownBatchError(
             f"nothing is known of group {group} of batch {batch!r} in run {keys.run!r}: no event, no record, no dead "
             "letter; `rolloutbus status` lists open batches, and events of old ones are trimmed"
@@ -87,6 +88,7 @@ async def read_group_life(runner: Runner, keys: Keys, batch: str, group: int) ->
         letter=letters[-1] if letters else None,
         trimmed=not any(event.kind == "published" for event in events),
         events_since_ms=since,
+        unreadable=bool(raw) and record is None,
     )
 
 
@@ -101,24 +103,28 @@ async def _read_events(runner: Runner, keys: Keys, batch: str, group: int) -> tu
             since = since or at_ms
             fields = decoded(flat)
             if fields.get("batch") == batch and fields.get("group") == str(group):
-                attempt = int(fields.get("attempt") or 0)
-                events.append(
-                    GroupEvent(
-                        at_ms, fields.get("kind", ""), attempt, fields.get("instance", ""), fields.get("detail", "")
-                    )
-                )
+                events.append(_event(at_ms, fields))
         if len(page) < _PAGE:
             return events, since
         start = f"({page[-1][0].decode()}"
 
 
-async def _read_record(runner: Runner, keys: Keys, raw: str, shards: Sequence[str]) -> GroupRecord:
-    """The record as prelude.lua describes it; its token stays here."""
-    status, attempt, _, instance, entry, infra, data, accepted, _, first_take = raw.split(" ")
-    idle = await _idle_s(runner, keys, entry, shards) if status == "running" else None
-    return GroupRecord(
-        status, int(attempt), instance, entry, int(infra), int(data), int(accepted), int(first_take), idle
-    )
+def _event(at_ms: int, fields: Mapping[str, str]) -> GroupEvent:
+    attempt = fields.get("attempt", "")
+    number = int(attempt) if attempt.isdecimal() else 0
+    return GroupEvent(at_ms, fields.get("kind", ""), number, fields.get("instance", ""), fields.get("detail", ""))
+
+
+async def _read_record(runner: Runner, keys: Keys, raw: str, shards: Sequence[str]) -> GroupRecord | None:
+    """The record as prelude.lua describes it, None for another; its token stays here."""
+    try:
+        status, attempt, _, instance, entry, infra, data, accepted, _, first_take = raw.split(" ")
+        record = GroupRecord(
+            status, int(attempt), instance, entry, int(infra), int(data), int(accepted), int(first_take)
+        )
+    except ValueError:
+        return None
+    return replace(record, idle_s=await _idle_s(runner, keys, entry, shards)) if status == "running" else record
 
 
 async def _idle_s(runner: Runner, keys: Keys, entry: str, shards: Sequence[str]) -> float | None:

@@ -1,12 +1,14 @@
 """Reading what a run's state on the broker is: shards, instances, batches, dead letters. It writes nothing and needs no
 fleet.
 
-The results are plain values without secrets: no payloads, no attempt tokens, no incarnations. Times are the broker's.
+What is not ours, or broken, is named in `RunState.unreadable` and stands as empty: the rest of the run is told. The
+results are plain values without secrets: no payloads, no attempt tokens, no incarnations. Times are the broker's.
 Payloads never leave the broker for it: what would return them runs as a read-only script there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +18,7 @@ from typing import Any
 from .channel import Command, ReplyError
 from .dead_letters import DeadLetter, read_dead_letters
 from .handshake import translate
-from .keys import ANY_ROUTE, GROUP_NAME, Keys
+from .keys import ANY_ROUTE, GROUP_NAME, NAME_PATTERN, Keys
 from .shard_records import ShardRecord, parse_record
 from .steps import Runner
 
@@ -30,6 +32,9 @@ local first = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)
 return {{ redis.call('XLEN', KEYS[1]), held.err and 0 or held[1],
   redis.call('ZCARD', KEYS[2]), redis.call('ZCARD', KEYS[3]), first[1] and first[1][1] or '' }}
 """
+
+
+_NOTHING = (0, 0, 0, 0, b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ class BatchState:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Everything that a glance at a run tells."""
+    """Everything that a glance at a run tells. `unreadable`: what of it nobody of ours can have written, by name."""
 
     run: str
     fleet: bool
@@ -100,6 +105,7 @@ class RunState:
     batches: tuple[BatchState, ...]
     dead_letters: int
     events: int
+    unreadable: tuple[str, ...] = ()
 
     def batch(self, batch: str) -> BatchState | None:
         return next((state for state in self.batches if state.batch == batch), None)
@@ -125,28 +131,69 @@ async def scan(runner: Runner, pattern: str) -> list[str]:
 
 
 async def find_runs(runner: Runner) -> list[str]:
-    """Names of all runs that have a key on the broker, sorted."""
+    """Names of all runs that have a key on the broker, sorted. A key that no run can have is a stranger's."""
     matches = (_RUN_OF_KEY.match(key) for key in await scan(runner, "rolloutbus:{*}:*"))
-    return sorted({match[1] for match in matches if match})
+    return sorted({match[1] for match in matches if match and NAME_PATTERN.fullmatch(match[1])})
 
 
 async def inspect_run(runner: Runner, run: str) -> RunState:
     """Look at one run; a run without keys gives an empty state."""
     keys = Keys(run)
     names = [name.removeprefix(keys.prefix) for name in await scan(runner, keys.prefix + "*")]
-    now, routes, records, fleet, dead, events = await ask(
-        runner,
-        [
-            *(("TIME",), ("HGETALL", keys.routes), ("HGETALL", keys.shards), ("EXISTS", keys.fleet)),
-            *(("XLEN", keys.dead), ("XLEN", keys.events)),
-        ],
-    )
-    now_s = int(now[0]) + int(now[1]) / 1e6
-    instances = await _instances(runner, keys, _named(names, "instance"))
+    look = _Look(runner, keys)
+    now_s = await look.now_s()
+    routes, records = await look.hashes([keys.routes, keys.shards])
+    fleet = (await ask(runner, [("EXISTS", keys.fleet)]))[0]
+    dead, events = (reply or 0 for reply in await look.ask([("XLEN", keys.dead), ("XLEN", keys.events)]))
+    instances = await _instances(look, _named(names, "instance"))
     letters = await read_dead_letters(runner, keys) if dead else []
-    shards = await _shards(runner, keys, names, decoded(routes), pairs(records), instances, letters, now_s)
-    batches = await _batches(runner, keys, _named(names, "batch"), now_s)
-    return RunState(run, bool(fleet), shards, batches, dead, events)
+    shards = await _shards(look, names, routes, records, instances, letters, now_s)
+    batches = await _batches(look, _named(names, "batch"), now_s)
+    return RunState(run, bool(fleet), shards, batches, dead, events, tuple(look.unreadable))
+
+
+class _Look:
+    """Asks about one run, and notes in `unreadable` what it cannot make sense of."""
+
+    def __init__(self, runner: Runner, keys: Keys) -> None:
+        self.keys = keys
+        self.unreadable: list[str] = []
+        self._runner = runner
+
+    async def ask(self, commands: Sequence[Command], key_at: int = 1) -> list[Any]:
+        """The replies; None for a key of another type. `key_at` is the place of the key in each command."""
+        replies = await self._runner.run(commands) if commands else []
+        for at, (command, reply) in enumerate(zip(commands, replies, strict=True)):
+            if isinstance(reply, ReplyError):
+                if not str(reply).startswith("WRONGTYPE"):
+                    raise translate(reply, "the broker")
+                self.note(str(command[key_at]), "it is of another type")
+                replies[at] = None
+        return replies
+
+    async def now_s(self) -> float:
+        now = (await ask(self._runner, [("TIME",)]))[0]
+        return int(now[0]) + int(now[1]) / 1e6
+
+    async def hashes(self, names: Sequence[str]) -> list[dict[str, str]]:
+        return [decoded(flat or ()) for flat in await self.ask([("HGETALL", name) for name in names])]
+
+    def number(self, key: str, fields: Mapping[str, str], name: str) -> int:
+        """The field as a number; 0 where it is missing."""
+        with contextlib.suppress(ValueError):
+            return int(fields.get(name, 0))
+        self.note(key, f"{name} {fields[name]!r}")
+        return 0
+
+    def record(self, shard: str, raw: str) -> ShardRecord:
+        record = parse_record(raw.encode())
+        if record is None:
+            self.note(self.keys.shards, f"the record of {shard!r}")
+        return record or ShardRecord()
+
+    def note(self, key: str, what: str) -> None:
+        """`what` of the run's key is not ours."""
+        self.unreadable.append(f"{key.removeprefix(self.keys.prefix)}: {what}")
 
 
 def pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
@@ -157,60 +204,59 @@ def pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
 
 def decoded(flat: Sequence[bytes]) -> dict[str, str]:
     """A hash of text as the server sends it, as a mapping."""
-    return {name.decode(): value.decode(errors="replace") for name, value in pairs(flat).items()}
+    return {name.decode(errors="replace"): value.decode(errors="replace") for name, value in pairs(flat).items()}
 
 
 def _named(names: Iterable[str], kind: str) -> list[str]:
     return [name.removeprefix(f"{kind}:") for name in names if name.startswith(f"{kind}:")]
 
 
-async def _instances(runner: Runner, keys: Keys, labels: Sequence[str]) -> list[InstanceState]:
-    found = await ask(runner, [("HGETALL", keys.instance(label)) for label in labels])
+async def _instances(look: _Look, labels: Sequence[str]) -> list[InstanceState]:
+    keys = [look.keys.instance(label) for label in labels]
     states: list[InstanceState] = []
-    for label, flat in zip(labels, found, strict=True):
-        fields = decoded(flat)
+    for label, key, fields in zip(labels, keys, await look.hashes(keys), strict=True):
         # It may have signed off since the scan.
         if fields:
             shard = fields.get("shard") or label.partition("/")[0]
-            numbers = (int(fields.get(name, 0)) for name in ("pid", "running", "slots"))
+            numbers = (look.number(key, fields, name) for name in ("pid", "running", "slots"))
             states.append(InstanceState(label, shard, fields.get("host", ""), *numbers))
     return states
 
 
 async def _shards(
-    runner: Runner,
-    keys: Keys,
+    look: _Look,
     names: Sequence[str],
     routes: Mapping[str, str],
-    records: Mapping[bytes, bytes],
+    records: Mapping[str, str],
     instances: Sequence[InstanceState],
     letters: Sequence[DeadLetter],
     now_s: float,
 ) -> tuple[ShardState, ...]:
-    known = {name.decode(): parse_record(raw) or ShardRecord() for name, raw in records.items()}
+    known = {name: look.record(name, raw) for name, raw in records.items()}
     shards = list(
         dict.fromkeys([*known, *_named(names, "groups"), *_named(names, "delayed"), *_named(names, "parked")])
     )
+    keys = look.keys
     names_of = ((keys.groups(shard), keys.delayed(shard), keys.parked(shard)) for shard in shards)
-    looks = await ask(runner, [("EVAL_RO", _GLANCE, 3, *of_one) for of_one in names_of])
+    glances = await look.ask([("EVAL_RO", _GLANCE, 3, *of_one) for of_one in names_of], key_at=3)
     routes = {route: shard for route, shard in routes.items() if route != _VERSION_FIELD}
     dead = Counter(routes.get(letter.route) or routes.get(ANY_ROUTE, "") for letter in letters)
     return tuple(
-        _shard(shard, known.get(shard), look, routes, instances, dead[shard], now_s)
-        for shard, look in zip(shards, looks, strict=True)
+        _shard(shard, known.get(shard), glance or _NOTHING, routes, instances, dead[shard], now_s)
+        for shard, glance in zip(shards, glances, strict=True)
     )
 
 
 def _shard(
     shard: str,
     record: ShardRecord | None,
-    look: Sequence[Any],
+    glance: Sequence[Any],
     routes: Mapping[str, str],
     instances: Sequence[InstanceState],
     dead: int,
     now_s: float,
 ) -> ShardState:
-    unfinished, running, delayed, parked, oldest = look
+    unfinished, running, delayed, parked, oldest = glance
     published_ms = int(oldest.partition(b"-")[0]) if oldest else None
     return ShardState(
         shard=shard,
@@ -229,35 +275,40 @@ def _shard(
     )
 
 
-async def _batches(runner: Runner, keys: Keys, batches: Sequence[str], now_s: float) -> tuple[BatchState, ...]:
-    found = [decoded(flat) for flat in await ask(runner, [("HGETALL", keys.batch(batch)) for batch in batches])]
+async def _batches(look: _Look, batches: Sequence[str], now_s: float) -> tuple[BatchState, ...]:
+    found = await look.hashes([look.keys.batch(batch) for batch in batches])
     clients = sorted({fields["client"] for fields in found if "client" in fields})
-    owners = await ask(runner, [("GET", keys.owner(client)) for client in clients])
+    owners = await look.ask([("GET", look.keys.owner(client)) for client in clients])
     seen = {client: _seen_s(value, now_s) for client, value in zip(clients, owners, strict=True)}
-    states = [
-        _batch(batch, fields, seen, now_s) for batch, fields in zip(batches, found, strict=True) if "client" in fields
-    ]
+    states: list[BatchState] = []
+    for batch, fields in zip(batches, found, strict=True):
+        if "client" in fields:
+            states.append(_batch(look, batch, fields, seen, now_s))
+        elif fields:
+            look.note(look.keys.batch(batch), "it names no client")
     return tuple(sorted(states, key=lambda state: -state.age_s))
 
 
 def _seen_s(owner: bytes | None, now_s: float) -> float | None:
-    """The owner's value is `incarnation renewed_ms`."""
-    return max(0.0, now_s - int(owner.split()[1]) / 1000) if owner else None
+    """The owner's value is `incarnation renewed_ms`; nobody was seen where it is another."""
+    with contextlib.suppress(ValueError, IndexError):
+        return max(0.0, now_s - int(owner.split()[1]) / 1000) if owner else None
+    return None
 
 
-def _batch(batch: str, fields: Mapping[str, str], seen: Mapping[str, float | None], now_s: float) -> BatchState:
+def _batch(
+    look: _Look, batch: str, fields: Mapping[str, str], seen: Mapping[str, float | None], now_s: float
+) -> BatchState:
+    key = look.keys.batch(batch)
     statuses = Counter(value.partition(" ")[0] for name, value in fields.items() if name.startswith("g:"))
-    numbers = {
-        name: int(fields.get(name, 0)) for name in ("groups", "rows", "published", "completed", "failed", "cancelled")
-    }
+    counts = ("groups", "rows", "published", "completed", "failed", "cancelled", "unread_bytes")
     return BatchState(
         batch=batch,
         client=fields["client"],
-        state=fields["state"],
+        state=fields.get("state", ""),
         reason=fields.get("reason", ""),
         statuses=dict(statuses),
-        unread_bytes=int(fields.get("unread_bytes", 0)),
-        age_s=max(0.0, now_s - float(fields.get("opened", now_s))),
+        age_s=max(0.0, now_s - (look.number(key, fields, "opened") or now_s)),
         client_seen_s=seen[fields["client"]],
-        **numbers,
+        **{name: look.number(key, fields, name) for name in counts},
     )

@@ -9,7 +9,7 @@ import pytest
 from rolloutbus.broker.channel import Link
 from rolloutbus.broker.dead_letters import drop_dead_letters, find_dead_letter, read_dead_letters, read_rows
 from rolloutbus.broker.embedded import EmbeddedBroker
-from rolloutbus.broker.errors import BrokerError, DecodeError, UnknownBatchError
+from rolloutbus.broker.errors import DecodeError, UnknownBatchError
 from rolloutbus.broker.group_life import read_group_life
 from rolloutbus.broker.inspection import find_runs, inspect_run
 from rolloutbus.broker.keys import Keys
@@ -136,10 +136,67 @@ async def test_a_groups_life_is_read_over_many_events(link: Link) -> None:
     assert life.record is None
 
 
-async def test_a_key_of_another_type_is_an_error_of_ours(link: Link) -> None:
-    await link.run([("SET", KEYS.groups("math"), "not a stream")])
-    with pytest.raises(BrokerError, match="WRONGTYPE"):
-        await inspect_run(link, RUN)
+async def test_a_key_of_another_type_is_named_and_the_rest_is_told(link: Link) -> None:
+    await link.run([("SET", key, "not ours") for key in (KEYS.groups("math"), KEYS.batch("b"), KEYS.dead, KEYS.routes)])
+    await add_group(link, "words")
+    state = await inspect_run(link, RUN)
+    assert {shard.shard: shard.unfinished for shard in state.shards} == {"math": 0, "words": 1}
+    assert sorted(what.partition(" ")[0] for what in state.unreadable) == [
+        "batch:b:",
+        "dead:",
+        "groups:math:",
+        "routes:",
+    ]
+
+
+async def test_fields_that_are_none_of_ours_are_named_and_the_rest_is_told(link: Link) -> None:
+    await link.run(
+        [
+            ("HSET", KEYS.shards, "s", "{{{", b"\xff", "1", "t", '{"replicas": 2}'),
+            ("HSET", KEYS.instance("t/0"), "pid", "x", "slots", "\x1b[2J", "running", "1"),
+            ("HSET", KEYS.batch("b"), "client", "c", "groups", "x", "rows", "4", b"\xff", b"\xff"),
+            ("HSET", KEYS.batch("orphan"), "state", "open"),
+            ("SET", KEYS.owner("c"), "nobody"),
+        ]
+    )
+    state = await inspect_run(link, RUN)
+    assert {shard.shard: shard.replicas for shard in state.shards} == {"s": 1, "\ufffd": 1, "t": 2}
+    (instance,) = next(shard.instances for shard in state.shards if shard.shard == "t")
+    assert (instance.pid, instance.running, instance.slots) == (0, 1, 0)
+    batch = state.batch("b")
+    assert batch is not None
+    assert (batch.groups, batch.rows, batch.client_seen_s) == (0, 4, None)
+    named = " ".join(state.unreadable)
+    for what in (
+        "record of 's'",
+        "instance:t/0: pid 'x'",
+        "instance:t/0: slots",
+        "batch:b: groups 'x'",
+        "batch:orphan:",
+    ):
+        assert what in named
+
+
+async def test_a_key_that_no_run_can_have_hides_no_run(link: Link) -> None:
+    stranger = "rolloutbus:{a b}:routes"
+    await add_group(link, "math")
+    await link.run([("SET", stranger, "1")])
+    assert RUN in await find_runs(link)
+    assert "a b" not in await find_runs(link)
+    await link.run([("DEL", stranger)])
+
+
+async def test_a_life_with_a_record_and_events_of_strangers_is_told_all_the_same(link: Link) -> None:
+    await link.run(
+        [
+            ("HSET", KEYS.batch("b"), "state", "open", "g:0", "junk"),
+            ("XADD", KEYS.events, "*", b"\xff", b"\xfe"),
+            ("XADD", KEYS.events, "*", "kind", "taken", "batch", "b", "group", "0", "attempt", "many"),
+        ]
+    )
+    life = await read_group_life(link, KEYS, "b", 0)
+    assert (life.record, life.unreadable) == (None, True)
+    assert [(event.kind, event.attempt) for event in life.events] == [("taken", 0)]
 
 
 async def test_looking_changes_nothing(link: Link) -> None:

@@ -60,7 +60,9 @@ def headline(life: GroupLife) -> Iterator[str]:
     """Where the group stands now, and what is not known any more."""
     record = life.record
     name = f"group {life.group} of batch {life.batch}"
-    if record is None:
+    if life.unreadable:
+        yield f"{name} ({life.batch_state}): its record cannot be read, no process of rolloutbus wrote it so"
+    elif record is None:
         yield f"{name}: the batch is over, its record is gone; what is left are events" + (
             " and a dead letter" if life.letter else ""
         )

@@ -93,6 +93,8 @@ def show(state: RunState) -> None:
     for shard in state.shards:
         if shard.lost:
             out.print(f"shard {shard.shard} is lost: {shard.lost}", style="red")
+    for what in state.unreadable:
+        out.print(f"cannot be read: {what}", style="red")
 
 
 def _shard_table(state: RunState) -> Table:
