@@ -153,6 +153,11 @@ class FleetConfig:
         return merged
 
 
+def cluster_address(given: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The Ray cluster to join: the one given, else `RAY_ADDRESS`, else None, which means a Ray on this machine."""
+    return given or environ.get("RAY_ADDRESS") or None
+
+
 def read_fleet_config(config: ConfigSource) -> FleetConfig:
     """Read a fleet's config from a mapping, an OmegaConf node, or the path of a YAML file.
 

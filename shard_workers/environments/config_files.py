@@ -49,9 +49,14 @@ def _paths(value: object) -> list[str]:
     return paths
 
 
-def _find(path: str, config_dir: object) -> Path:
+def places_of(path: str, config_dir: object) -> list[Path]:
+    """Where a path of `config_paths` is looked for, in this order."""
     folders = [Path.cwd(), *([Path(str(config_dir))] if config_dir else [])]
-    candidates = list(dict.fromkeys(folder / path for folder in folders))
+    return list(dict.fromkeys(folder / path for folder in folders))
+
+
+def _find(path: str, config_dir: object) -> Path:
+    candidates = places_of(path, config_dir)
     for candidate in candidates:
         if candidate.is_file():
             return candidate

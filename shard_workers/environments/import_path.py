@@ -17,6 +17,10 @@ from typing import Any
 from ...broker.errors import ConfigError
 
 
+class NotImportableError(ConfigError):
+    """A module is not here, or cannot be imported here; on another machine it may be."""
+
+
 def search_first(folders: Sequence[Path]) -> None:
     """Put folders at the head of `sys.path`, in this order, and leave them there for imports made later."""
     wanted = [str(folder) for folder in folders]
@@ -40,11 +44,16 @@ def import_object(spec: object, key: str) -> Any:
         ) from None
 
 
+def is_import_path(spec: str) -> bool:
+    """Whether it has the form `package.module:name`."""
+    module_name, colon, attribute = spec.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")])
+
+
 def _split(spec: object, key: str) -> tuple[str, str]:
-    module_name, colon, attribute = spec.partition(":") if isinstance(spec, str) else ("", "", "")
-    parts = [*module_name.split("."), *attribute.split(".")]
-    if not colon or not all(part.isidentifier() for part in parts):
+    if not isinstance(spec, str) or not is_import_path(spec):
         raise ConfigError(f"{key}: {spec!r} is not of the form 'package.module:name'")
+    module_name, _, attribute = spec.partition(":")
     return module_name, attribute
 
 
@@ -55,7 +64,7 @@ def _import_module(module_name: str, where: str) -> ModuleType:
         # A missing dependency of the module must not read as if the module itself were missing.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise _broken_module(module_name, where, error) from error
-        raise ConfigError(
+        raise NotImportableError(
             f"{where}: there is no module {error.name!r}; looked in {Path.cwd()} and the rest of the import "
             f"path. Start from the folder that holds it, install it, or list its folder, relative to the main config, "
             f"under `python_path` in the config file of that entry"
@@ -65,8 +74,8 @@ def _import_module(module_name: str, where: str) -> ModuleType:
         raise _broken_module(module_name, where, error) from error
 
 
-def _broken_module(module_name: str, where: str, error: BaseException) -> ConfigError:
-    return ConfigError(
+def _broken_module(module_name: str, where: str, error: BaseException) -> NotImportableError:
+    return NotImportableError(
         f"{where}: importing module {module_name!r} failed with {type(error).__name__}: {error}; "
         f"`python -c 'import {module_name}'` shows the same"
     )

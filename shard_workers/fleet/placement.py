@@ -17,6 +17,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.placement_group import placement_group_table as describe  # pyright: ignore[reportUnknownVariableType]
 
+from ..fleet_config import cluster_address
 from ..plan_errors import ShardSetupError
 from ..plan_spec import DEFAULT_PLACEMENT_STRATEGY
 
@@ -50,7 +51,7 @@ class RaySession:
         self.local = False
         if not self.started_here:
             return
-        address = address or os.environ.get("RAY_ADDRESS") or None
+        address = cluster_address(address)
         self.local = address is None
         options: dict[str, Any] = {"address": address} if address else _local_options(cpus)
         try:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -13,22 +12,19 @@ import typer
 import yaml
 from rich.table import Table
 
-from ...broker.errors import ConfigError, RowError
-from ...broker.keys import ANY_ROUTE
+from ...broker.errors import ConfigError
 from ...broker.shard_records import instance_labels
 from ...producer import check_rows
 from .config import ConfigPath, Overrides, load_config
 from .console import add_row, new_table, out, print_json, show_table
-from .rows import Row, read_rows
+from .environment_check import Entries, check_environment, check_routes, entries_of_functions, hosted_routes, route_map
+from .rows import read_rows
 from .targets import AsJson
 
 if TYPE_CHECKING:
     from ...shard_workers.fleet_config import FleetConfig
 
-_FUNCTIONS = "functions"
 _LOG_DIR = "nemo_gym_log_dir"
-
-Entries = dict[str, dict[str, list[str]]]
 
 RowsOption = Annotated[
     str | None,
@@ -78,17 +74,19 @@ def check(
     """Check a config and print its plan; with --rows, whether every row's route is hosted.
 
     Nothing is started. Which routes a shard hosts is known from the config for `functions` environments, whose
-    functions are imported for it; for others give --entries.
+    functions are imported for it; for others give --entries. An environment class that cannot be imported here is a
+    mistake, unless the config joins a Ray cluster (rolloutbus.fleet.address), whose nodes may have it.
 
     Example: rolloutbus check --config examples/quickstart.yaml --rows examples/rows.jsonl
     """
     from ...shard_workers.fleet_config import read_fleet_config
 
     fleet = read_fleet_config(load_config(config, overrides))
-    hosted = _read_entries(entries, fleet) if entries is not None else _entries_of_functions(fleet)
-    routes = _route_map(fleet, hosted)
+    check_environment(fleet)
+    hosted = _read_entries(entries, fleet) if entries is not None else entries_of_functions(fleet)
+    routes = route_map(fleet, hosted)
     shards = [_planned(fleet, shard.name, routes) for shard in fleet.plan.shards]
-    verdict = _check_rows(rows, _hosted_routes(fleet, hosted))
+    verdict = _check_rows(rows, hosted_routes(fleet, hosted))
     if as_json:
         print_json(_as_plain(fleet, shards, verdict))
         return
@@ -120,61 +118,6 @@ def _read_entries(path: Path, fleet: FleetConfig) -> Entries:
     return hosted
 
 
-def _entries_of_functions(fleet: FleetConfig) -> Entries | None:
-    """What each shard's functions environment hosts; None for environments that would start servers to tell."""
-    if fleet.environment != _FUNCTIONS:
-        return None
-    return asyncio.run(_ask_functions(fleet))
-
-
-async def _ask_functions(fleet: FleetConfig) -> Entries:
-    from ...shard_workers.environments import load_environment
-
-    hosted: Entries = {}
-    for shard in fleet.plan.shards:
-        environment = load_environment(fleet.environment)
-        try:
-            await environment.start(fleet.instance_config(shard, 0))
-            hosted[shard.name] = environment.list_entries()
-        except ConfigError as error:
-            raise ConfigError(f"shard {shard.name!r}: {error}") from None
-        finally:
-            await environment.stop()
-    return hosted
-
-
-def _route_map(fleet: FleetConfig, hosted: Entries | None) -> Mapping[str, str] | None:
-    from ...shard_workers import ShardSetupError, build_route_shard_map
-
-    if not fleet.sharded:
-        return {ANY_ROUTE: fleet.plan.shards[0].name}
-    if hosted is None:
-        return None
-    try:
-        return build_route_shard_map(hosted, fleet.plan.allowed_duplicate_entries)
-    except ShardSetupError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _hosted_routes(fleet: FleetConfig, hosted: Entries | None) -> Mapping[str, str] | None:
-    """Where rows may go: as `_route_map`, but an unsharded shard of functions hosts its entries and nothing else."""
-    from ...shard_workers import build_route_shard_map
-
-    if fleet.sharded or hosted is None or fleet.environment != _FUNCTIONS:
-        return _route_map(fleet, hosted)
-    return build_route_shard_map(hosted)
-
-
-def check_functions(fleet: FleetConfig, source: str, rows: Sequence[Row]) -> None:
-    """What `functions` environments can tell before a fleet starts: their files, functions, and the rows' routes.
-
-    Raises `ConfigError` or `RowError`; says nothing about other environments.
-    """
-    hosted = _entries_of_functions(fleet)
-    if hosted is not None:
-        _check_routes(source, rows, _hosted_routes(fleet, hosted))
-
-
 def _planned(fleet: FleetConfig, name: str, routes: Mapping[str, str] | None) -> PlannedShard:
     shard = fleet.shard(name)
     labels = instance_labels(name, shard.replicas)
@@ -200,17 +143,8 @@ def _check_rows(source: str | None, routes: Mapping[str, str] | None) -> str:
     check_rows(found, 1)
     if routes is None:
         return f"The config is sound, and so are {len(found)} rows; their routes are known only with --entries."
-    _check_routes(source, found, routes)
+    check_routes(source, found, routes)
     return f"The config is sound, and every one of {len(found)} rows has a shard that hosts its route."
-
-
-def _check_routes(source: str, rows: Sequence[Row], routes: Mapping[str, str] | None) -> None:
-    from ...shard_workers import ShardSetupError, validate_dataset_routes
-
-    try:
-        validate_dataset_routes(routes, {source: rows})
-    except ShardSetupError as error:
-        raise RowError(str(error)) from None
 
 
 def _show(fleet: FleetConfig, shards: list[PlannedShard]) -> None:

@@ -17,6 +17,7 @@ from ...broker.keys import Keys
 from ...broker.settings import redacted
 from .config import ConfigPath, ConfiguredRun, Overrides, configured_url, load_config, with_target
 from .console import out, print_json, say
+from .environment_check import check_before_start
 from .interrupts import Interrupts
 from .targets import AsJson, BrokerUrl, RunName, observer_settings, on_broker, on_run
 
@@ -93,11 +94,14 @@ def up(
 
     Example: rolloutbus up --config exp.yaml --run exp1 rolloutbus.workers.slots=32
     """
+    from ...shard_workers.fleet_config import read_fleet_config
+
     root = load_config(config, overrides)
     if address is not None:
         root = OmegaConf.merge(root, OmegaConf.from_dotlist([f"{_ADDRESS_KEY}={address}"]))
         assert isinstance(root, DictConfig)
     url = configured_url(root, broker_url)
+    check_before_start(read_fleet_config(with_target(root, url, run)))
     with (
         Interrupts("draining; once more to stop at once") as interrupts,
         broker_of(url) as used,

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, TextIO
 
 import typer
@@ -23,18 +19,17 @@ from ...producer.rows import shard_of
 from .. import RolloutClient
 from ..batch import GroupBatch, OnFailure
 from . import run_summary
-from .check_command import check_functions
 from .config import ConfigPath, ConfiguredRun, Overrides, configured_url, load_config, with_target
 from .console import err, out, print_json
+from .environment_check import check_before_start, check_routes, config_files
 from .fleet_commands import broker_of, running_fleet
 from .guard import FAILED
 from .interrupts import Interrupts
 from .result_lines import completed_lines, failed_lines
+from .results_file import STANDARD, check_writable, opened
 from .rows import Row, read_rows
 from .run_progress import ShardProgress
 from .targets import AsJson, BrokerUrl
-
-STANDARD_OUTPUT = "-"
 
 RowsPath = Annotated[
     str,
@@ -112,9 +107,8 @@ def run(
     known = read_fleet_config(with_target(root, url, run_name))
     batch_rows = read_rows(rows, num_generations, expanded=expanded)
     check_rows(batch_rows, num_generations)
-    check_writable(results)
-    if known.fleet.address is None:
-        check_functions(known, rows, batch_rows if expanded else batch_rows[::num_generations])
+    check_writable(results, [config, rows, *config_files(known)])
+    check_routes(rows, batch_rows if expanded else batch_rows[::num_generations], check_before_start(known))
     with (
         Interrupts("stopping, and cancelling what is out; once more to stop at once") as interrupts,
         broker_of(url) as used,
@@ -127,19 +121,6 @@ def run(
             tell(job.summary, as_json=as_json, results=results)
     if not job.summary.balanced:
         raise typer.Exit(FAILED)
-
-
-def check_writable(results: str) -> None:
-    """Raise `ConfigError` for a place where results cannot go; an earlier file stays until there are new ones."""
-    if results == STANDARD_OUTPUT:
-        return
-    path = Path(results)
-    if path.is_dir():
-        raise ConfigError(f"--out {results} is a folder; give a file in it")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--out {results}: there is no folder {path.absolute().parent}; make it first")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise ConfigError(f"--out {results} cannot be written; check its permissions")
 
 
 async def work(job: Job, results: str) -> None:
@@ -172,27 +153,11 @@ async def _collect(job: Job, batch: GroupBatch, routes: Sequence[str], lines: Te
             progress.advance(job.shard(route), failed=not completed)
 
 
-@contextmanager
-def opened(results: str) -> Generator[TextIO]:
-    """The file for results, emptied, or standard output."""
-    if results == STANDARD_OUTPUT:
-        yield sys.stdout
-        return
-    try:
-        # A lone surrogate, which UTF-8 cannot carry, then stands as the escape that JSON has for it.
-        with Path(results).open("w", encoding="utf-8", errors="backslashreplace") as lines:
-            yield lines
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {results}: {error.strerror or error}; free space or choose another file"
-        ) from None
-
-
 def tell(summary: run_summary.Summary, *, as_json: bool, results: str) -> None:
     """The summary, where it does not mix with results on standard output."""
     if not summary.groups:
         return
-    aside = results == STANDARD_OUTPUT
+    aside = results == STANDARD
     if as_json and not aside:
         print_json(summary.as_plain())
     else:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rolloutbus.broker.errors import ConfigError
 from rolloutbus.shard_workers.environments import load_environment
 from rolloutbus.shard_workers.environments.functions import FunctionsEnvironment
-from rolloutbus.shard_workers.environments.registry import BUILT_IN
+from rolloutbus.shard_workers.environments.import_path import NotImportableError
+from rolloutbus.shard_workers.environments.registry import BUILT_IN, require_environment
 
 SOURCE = """
 class Whole:
@@ -62,14 +64,29 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         ("third_party_probe:factory", "is no class but function"),
         ("third_party_probe:Gone", "has no attribute 'Gone'"),
         ("no_such_package.module:Class", "there is no module 'no_such_package'"),
-        (":Class", "is not of the form"),
+        (":Class", "say one of actor_class, functions, nemo_gym"),
     ],
 )
-def test_a_class_that_is_no_environment_says_what_is_wrong(name: str, said: str) -> None:
+@pytest.mark.parametrize("look", [load_environment, require_environment])
+def test_a_class_that_is_no_environment_says_what_is_wrong(name: str, said: str, look: Callable[[str], object]) -> None:
     with pytest.raises(ConfigError) as raised:
-        load_environment(name)
+        look(name)
     assert str(raised.value).startswith("rolloutbus.environment: ")
     assert said in str(raised.value)
+
+
+def test_a_module_that_another_machine_may_have_is_told_from_a_mistake() -> None:
+    with pytest.raises(NotImportableError):
+        require_environment("no_such_package.module:Class")
+    with pytest.raises(ConfigError) as raised:
+        require_environment("third_party_probe:Gone")
+    assert not isinstance(raised.value, NotImportableError)
+
+
+def test_requiring_an_environment_makes_none(tmp_path: Path) -> None:
+    source = "class Loud(Whole):\n    def __init__(self): raise RuntimeError('made')\n"
+    (tmp_path / "loud_probe.py").write_text(f"from third_party_probe import Whole\n\n{source}")
+    require_environment("loud_probe:Loud")
 
 
 def test_a_reserved_name_that_is_not_shipped_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

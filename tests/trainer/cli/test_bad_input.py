@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from rolloutbus.broker.errors import ConfigError
+from rolloutbus.trainer.cli.results_file import check_writable
 
 from .conftest import call
 
@@ -23,6 +25,7 @@ env:
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     Path("good.yaml").write_text(GOOD_CONFIG)
     Path("rows.jsonl").write_text(GOOD_ROW + "\n")
 
@@ -101,6 +104,32 @@ def test_missing_rows_and_places_for_results_are_named(tmp_path: Path) -> None:
     assert not Path("o.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    "place", ["rows.jsonl", "./rows.jsonl", "link.jsonl", "hard.jsonl", "good.yaml", "entries.yaml"]
+)
+def test_results_never_overwrite_what_the_job_reads(place: str) -> None:
+    Path("entries.yaml").write_text('arithmetic: {function: "asyncio:sleep"}\n')
+    Path("link.jsonl").symlink_to("rows.jsonl")
+    Path("hard.jsonl").hardlink_to("rows.jsonl")
+    before = Path(place).read_text()
+    assert "that the job reads" in run_says("env.nemo_gym.config_paths=[entries.yaml]", out=place)
+    assert Path(place).read_text() == before
+
+
+def test_results_never_overwrite_rows_that_come_by_a_redirection(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("rows.jsonl").open() as rows, Path("rows.jsonl").open("a") as results:
+        monkeypatch.setattr("sys.stdin", rows)
+        with pytest.raises(ConfigError, match="the file - that the job reads"):
+            check_writable("rows.jsonl", ["-"])
+        monkeypatch.setattr("sys.stdout", results)
+        with pytest.raises(ConfigError, match="that the job reads"):
+            check_writable("-", ["rows.jsonl"])
+
+
+def test_a_device_may_be_on_both_sides() -> None:
+    check_writable("/dev/null", ["/dev/null"])
+
+
 def test_rows_from_standard_input_are_named_as_such() -> None:
     said = call("run", "-c", "good.yaml", "-r", "-", "-n", "2", "-o", "o.jsonl", code=2, stdin="{\n")
     assert "standard input line 1 is no valid JSON" in said.said
@@ -115,6 +144,41 @@ def test_a_broker_that_is_not_there_is_told_before_anything_starts(command: tupl
 
 def test_unknown_choice_is_named() -> None:
     assert "say yield or raise" in run_says("--on-failure", "ignore")
+
+
+@pytest.mark.parametrize("command", [("check",), ("run", "-r", "rows.jsonl", "-n", "2", "-o", "o.jsonl"), ("up",)])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nope", "say one of actor_class, functions, nemo_gym"),
+        (":x", "say one of actor_class, functions, nemo_gym"),
+        ("a..b:c", "say one of actor_class, functions, nemo_gym"),
+        ("os:nope", "has no attribute 'nope'"),
+        ("os:path", "is no class"),
+        ("json:JSONDecoder", "lacks start"),
+        ("no_such_module:Environment", "there is no module 'no_such_module'"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_named_before_anything_starts(
+    command: tuple[str, ...], name: str, expected: str
+) -> None:
+    said = call(*command, "-c", "good.yaml", f"rolloutbus.environment={name}", code=2)
+    assert expected in said.said
+    assert "broker:" not in said.err
+
+
+def test_a_module_that_only_nodes_of_a_cluster_have_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("check", "-c", "good.yaml", "rolloutbus.environment=no_such_module:Environment")
+    assert "the nodes of the cluster auto must have it" in call(*words, "rolloutbus.fleet.address=auto").said
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert "the nodes of the cluster head:6379 must have it" in call(*words).said
+    assert "has no attribute" in call(*words[:3], "rolloutbus.environment=os:nope", code=2).said
+
+
+def test_up_names_a_function_that_is_none_before_anything_starts() -> None:
+    said = call("up", "-c", "good.yaml", "env.nemo_gym.arithmetic.function=json:loads", code=2)
+    assert "no async function" in said.said
+    assert "broker:" not in said.err
 
 
 @pytest.mark.parametrize("command", ["check", "run"])

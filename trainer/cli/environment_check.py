@@ -1,0 +1,114 @@
+"""What can be told of a config's environment, and of the routes that it hosts, before anything is started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...broker.errors import ConfigError, RowError
+from ...broker.keys import ANY_ROUTE
+from .console import say
+from .rows import Row
+
+if TYPE_CHECKING:
+    from ...shard_workers.fleet_config import FleetConfig
+
+_FUNCTIONS = "functions"
+
+Entries = dict[str, dict[str, list[str]]]
+
+
+def check_environment(fleet: FleetConfig) -> None:
+    """Raise `ConfigError` for a name that stands for no environment.
+
+    A module that is not here is no mistake where the fleet joins a cluster, whose nodes may have it: that is only said.
+    """
+    from ...shard_workers.environments.import_path import NotImportableError
+    from ...shard_workers.environments.registry import require_environment
+    from ...shard_workers.fleet_config import cluster_address
+
+    try:
+        require_environment(fleet.environment)
+    except NotImportableError as error:
+        address = cluster_address(fleet.fleet.address)
+        if address is None:
+            raise
+        say(f"not checked, the nodes of the cluster {address} must have it: {error}", "yellow")
+
+
+def check_before_start(fleet: FleetConfig) -> Mapping[str, str] | None:
+    """All that a command which starts a fleet can know: its environment, files and functions; gives where rows may go.
+
+    None where that is not known: environments that start servers to tell, and functions that a cluster's nodes have.
+    """
+    from ...shard_workers.fleet_config import cluster_address
+
+    check_environment(fleet)
+    hosted = None if cluster_address(fleet.fleet.address) else entries_of_functions(fleet)
+    return None if hosted is None else hosted_routes(fleet, hosted)
+
+
+def config_files(fleet: FleetConfig) -> list[Path]:
+    """Where the files that its shards name are looked for; not every place has one."""
+    from ...shard_workers.environments.config_files import places_of
+
+    paths = [path for shard in fleet.plan.shards for path in shard.config_paths]
+    return [place for path in paths for place in places_of(path, fleet.config_dir)]
+
+
+def entries_of_functions(fleet: FleetConfig) -> Entries | None:
+    """What each shard's functions environment hosts; None for environments that would start servers to tell."""
+    if fleet.environment != _FUNCTIONS:
+        return None
+    return asyncio.run(_ask_functions(fleet))
+
+
+async def _ask_functions(fleet: FleetConfig) -> Entries:
+    from ...shard_workers.environments import load_environment
+
+    hosted: Entries = {}
+    for shard in fleet.plan.shards:
+        environment = load_environment(fleet.environment)
+        try:
+            await environment.start(fleet.instance_config(shard, 0))
+            hosted[shard.name] = environment.list_entries()
+        except ConfigError as error:
+            raise ConfigError(f"shard {shard.name!r}: {error}") from None
+        finally:
+            await environment.stop()
+    return hosted
+
+
+def route_map(fleet: FleetConfig, hosted: Entries | None) -> Mapping[str, str] | None:
+    """Route → shard as a fleet would publish it; None where that is not known yet."""
+    from ...shard_workers import ShardSetupError, build_route_shard_map
+
+    if not fleet.sharded:
+        return {ANY_ROUTE: fleet.plan.shards[0].name}
+    if hosted is None:
+        return None
+    try:
+        return build_route_shard_map(hosted, fleet.plan.allowed_duplicate_entries)
+    except ShardSetupError as error:
+        raise ConfigError(str(error)) from None
+
+
+def hosted_routes(fleet: FleetConfig, hosted: Entries | None) -> Mapping[str, str] | None:
+    """Where rows may go: as `route_map`, but an unsharded shard of functions hosts its entries and nothing else."""
+    from ...shard_workers import build_route_shard_map
+
+    if fleet.sharded or hosted is None or fleet.environment != _FUNCTIONS:
+        return route_map(fleet, hosted)
+    return build_route_shard_map(hosted)
+
+
+def check_routes(source: str, rows: Sequence[Row], routes: Mapping[str, str] | None) -> None:
+    """Raise `RowError` for rows of `source` that nobody hosts; nothing where the routes are not known yet."""
+    from ...shard_workers import ShardSetupError, validate_dataset_routes
+
+    try:
+        validate_dataset_routes(routes, {source: rows})
+    except ShardSetupError as error:
+        raise RowError(str(error)) from None
