@@ -4,10 +4,11 @@ the work.
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from ...broker.errors import FleetError
 from ...broker.settings import BrokerSettings
@@ -16,6 +17,8 @@ from .engine import FleetEngine
 from .instances import InstanceStatus
 from .loop_thread import LoopThread
 from .placement import RaySession
+
+Result = TypeVar("Result")
 
 
 class ShardFleet:
@@ -127,18 +130,19 @@ class ShardFleet:
         """End one instance: its groups finish or are handed back. Raises `FleetError` for the last one of its shard."""
         self._thread.run(self._running().drain(label))
 
-    def shutdown(self, *, drain: bool = True) -> None:
+    def shutdown(self, *, drain: bool = True, kill_after_s: float | None = None) -> None:
         """Drain and stop every instance, then give back places and keys; safe twice.
 
         `drain=False` hands running groups back at once. An interrupt in the middle of it kills what is left, then gives
-        back the rest. Raises `FleetError` naming what would not stop; it was killed then.
+        back the rest; so does the end of `kill_after_s`. Raises `FleetError` naming what would not stop; it was killed
+        then.
         """
         with self._guard:
             if self._shut_down:
                 return
             self._shut_down = True
             try:
-                problems = self._end(drain=drain)
+                problems = self._end(drain, kill_after_s)
             finally:
                 self._thread.close()
                 self._session.close()
@@ -148,11 +152,14 @@ class ShardFleet:
                 f"{len(problems)} instances of run {self.run!r} would not stop and were killed: {'; '.join(problems)}"
             )
 
-    def _end(self, *, drain: bool) -> list[str]:
+    def _end(self, drain: bool, kill_after_s: float | None) -> list[str]:
         if self._engine is None or not self._thread.alive:
             return []
         try:
-            return self._thread.run(self._engine.shutdown(drain=drain))
+            return self._thread.run(_in_time(self._engine.shutdown(drain=drain), kill_after_s))
+        except TimeoutError:
+            self._thread.run(self._engine.kill())
+            return []
         except KeyboardInterrupt:
             self._thread.run(self._engine.kill())
             raise
@@ -165,3 +172,8 @@ class ShardFleet:
     def _on_end(self, reason: str) -> None:
         self._end_reason = reason
         self._ended.set()
+
+
+async def _in_time(work: Awaitable[Result], limit_s: float | None) -> Result:
+    async with asyncio.timeout(limit_s):
+        return await work

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -56,8 +57,10 @@ def broker_of(url: str | None) -> Generator[str]:
 
 
 @contextmanager
-def running_fleet(config: DictConfig, interrupts: Interrupts, *, replace: bool = False) -> Generator[ShardFleet]:
-    """A fleet that is drained and stopped at the end, however it comes."""
+def running_fleet(
+    config: DictConfig, interrupts: Interrupts, *, replace: bool = False, drain: bool = True
+) -> Generator[ShardFleet]:
+    """A fleet that is drained and stopped at the end, however it comes; without `drain` an interrupt ends it soon."""
     # Ray takes seconds to import, and a wrong config should be told at once.
     from ...shard_workers.fleet import ShardFleet
     from ...shard_workers.fleet.placement import RaySession
@@ -74,8 +77,25 @@ def running_fleet(config: DictConfig, interrupts: Interrupts, *, replace: bool =
             stack.callback(session.close)
         session.refuse_hopeless(known.plan.total_instances, known.plan.placement_strategy)
         fleet = stack.enter_context(ShardFleet.start(known, replace=replace))
+        if not drain:
+            stack.push(_ending_soon(fleet))
         say(f"fleet: up, routes {', '.join(sorted(fleet.route_map))}")
         yield fleet
+
+
+def _ending_soon(fleet: ShardFleet) -> Callable[..., None]:
+    """For an exit stack: after an interrupt nobody wants what still runs, and whoever does not stop soon is killed."""
+
+    def leave(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            grace_s = max(workers.cancel_grace_s for workers in fleet.config.workers.values())
+            try:
+                fleet.shutdown(drain=False, kill_after_s=grace_s)
+            except FleetError as trouble:
+                # Told, but the command ends as whoever interrupted it expects.
+                say(str(trouble), "red")
+
+    return leave
 
 
 def up(

@@ -35,7 +35,7 @@ class Interrupts:
         self._cancel: Callable[[], object] | None = None
 
     def __enter__(self) -> Self:
-        self.install()
+        self._install()
         return self
 
     def __exit__(
@@ -45,8 +45,7 @@ class Interrupts:
             signal.signal(number, handler)
         self._before.clear()
 
-    def install(self) -> None:
-        """Take the signals, also after a library has put handlers of its own (Ray does)."""
+    def _install(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 before = signal.signal(number, self._handle)
@@ -54,15 +53,23 @@ class Interrupts:
 
     @contextlib.contextmanager
     def held(self) -> Generator[None]:
-        """While it lasts the first signal waits for its end, for code that an exception in its middle would crash."""
-        self._held = True
+        """While it lasts the first signal waits for its end, for code that an exception in its middle would crash.
+
+        Nor can that code take the signals: a handler of Ray's ends the program wherever its start has come to.
+        """
+        self._held, genuine = True, signal.signal
+        signal.signal = lambda number, handler: (
+            signal.getsignal(number) if number in _SIGNALS else genuine(number, handler)
+        )
         try:
             yield
         finally:
-            self._held = False
-            self.install()
-        if self._code:
-            raise KeyboardInterrupt(self._code)
+            signal.signal, self._held = genuine, False
+            # Ray's C++ half has put a handler below Python's, which prints a stack before it comes to ours.
+            self._install()
+            # Also in the place of an error, which may well come of a signal that others of the program got too.
+            if self._code:
+                raise KeyboardInterrupt(self._code)
 
     def run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         """`asyncio.run` of what `work` makes; a signal cancels it, and once it has cleaned up `KeyboardInterrupt` is

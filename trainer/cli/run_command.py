@@ -112,7 +112,7 @@ def run(
     with (
         Interrupts("stopping, and cancelling what is out; once more to stop at once") as interrupts,
         broker_of(url) as used,
-        running_fleet(with_target(root, used, run_name), interrupts) as fleet,
+        running_fleet(with_target(root, used, run_name), interrupts, drain=False) as fleet,
     ):
         job = Job(fleet.broker, fleet.run, fleet.route_map, batch_rows, num_generations, on_failure)
         try:

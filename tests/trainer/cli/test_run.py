@@ -70,6 +70,14 @@ class Program:
                 self._seen[child.pid] = child
         return True
 
+    def has(self, name: str) -> bool:
+        """Whether a process of this name was seen below it."""
+        names: list[str] = []
+        for child in self._seen.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                names.append(child.name())
+        return name in names
+
     def interrupt(self) -> None:
         """Ctrl-C, as a terminal sends it: to everything in the session's foreground."""
         self.look()
@@ -167,6 +175,37 @@ def test_ctrl_c_in_the_middle_cancels_and_leaves_nothing(folder: Path) -> None:
     assert 2 <= len(results(folder / "o.jsonl")) < 12
     assert re.search(r"[1-9] cancelled", said)
     assert "Traceback" not in progress
+
+
+def test_ctrl_c_ends_soon_though_a_rollout_blocks_its_event_loop(folder: Path) -> None:
+    (folder / "math.yaml").write_text('slow: {function: "own_functions:blocking"}\n')
+    blocking = "import pathlib, time\nasync def blocking(row, context):\n"
+    blocking += "    pathlib.Path('blocked').touch()\n    time.sleep(300)\n"
+    (folder / "own_functions.py").write_text(blocking)
+    with Program(folder, "run", "-c", "c.yaml", "-r", "rows.jsonl", "-n", "2", "-o", "o.jsonl") as program:
+        until(lambda: program.look() and (folder / "blocked").exists())
+        program.process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        code, _, progress = program.wait()
+        assert code == 130, progress
+        # The grace of five seconds and the kill; a drain would take thirty, and then as long again for the stop.
+        assert time.monotonic() - began < 25
+        program.nothing_is_left()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_ray_starts_gives_its_code_and_leaves_nothing(
+    folder: Path, number: signal.Signals, code: int
+) -> None:
+    with Program(folder, "run", "-c", "c.yaml", "-r", "rows.jsonl", "-n", "2", "-o", "o.jsonl") as program:
+        until(lambda: program.look() and program.has("gcs_server"))
+        # A terminal sends Ctrl-C to all, a supervisor SIGTERM to the command.
+        program.interrupt() if number is signal.SIGINT else program.process.send_signal(number)
+        ended, _, progress = program.wait()
+        assert ended == code, progress
+        assert "stopping" in progress
+        program.nothing_is_left()
+    assert not (folder / "o.jsonl").exists()
 
 
 def test_two_interrupts_end_at_once_and_leave_nothing(folder: Path) -> None:

@@ -1,0 +1,46 @@
+"""Signals in the main thread, as the command line takes them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+from rolloutbus.trainer.cli.interrupts import Interrupts
+
+
+def start_of_ray(number: signal.Signals, steps: list[str]) -> None:
+    """Takes the signal for itself, as Ray does while it starts, and is interrupted then."""
+    with Interrupts() as interrupts, interrupts.held():
+        signal.signal(number, lambda number, frame: sys.exit(number))
+        os.kill(os.getpid(), number)
+        steps.append("came to its end")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_code_that_is_held_comes_to_its_end_and_cannot_take_the_signals(number: signal.Signals) -> None:
+    genuine, steps = signal.signal, list[str]()
+    with pytest.raises(KeyboardInterrupt) as raised:
+        start_of_ray(number, steps)
+    assert steps == ["came to its end"]
+    assert raised.value.args == (128 + number,)
+    assert signal.signal is genuine
+
+
+def test_what_fails_because_of_the_signal_ends_as_interrupted() -> None:
+    def fails() -> None:
+        with Interrupts() as interrupts, interrupts.held():
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise ConnectionError("a part of it has ended")
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        fails()
+    assert raised.value.args == (143,)
+
+
+def test_other_signals_are_left_to_held_code() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with Interrupts() as interrupts, interrupts.held():
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    assert signal.signal(signal.SIGUSR1, before) is signal.SIG_IGN
