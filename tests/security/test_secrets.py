@@ -15,7 +15,7 @@ import pytest
 from rolloutbus.broker.errors import RolloutBusError
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.trainer import RolloutClient
-from rolloutbus.trainer.cli.app import main
+from rolloutbus.trainer.cli import main
 
 from tests.regressions.arena import RUN, Arena, Environment, arena_on, rows_of
 

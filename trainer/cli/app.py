@@ -57,12 +57,3 @@ for _name, _panel, _command in _COMMANDS:
 for _name, _command in _DEAD:
     dead.command(_name)(guarded(_command))
 app.add_typer(dead, name="dead", rich_help_panel=CHANGING)
-
-
-def main() -> None:
-    """The console script."""
-    app(prog_name="rolloutbus")
-
-
-if __name__ == "__main__":
-    main()

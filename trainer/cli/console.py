@@ -1,11 +1,16 @@
 """How the command line prints: results to standard output, everything about them to standard error, tables that fit 80
 columns.
+
+Much of it is foreign text: messages of environments, names of hosts and clients. Its control characters are shown and
+never sent, or a failed rollout could write to the terminal of whoever looks at it. JSON is for programs and stays.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import logging
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,9 +19,37 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# Highlighting would colour numbers inside ids, and markup would eat brackets of foreign text.
-out = Console(highlight=False, markup=False, soft_wrap=False)
-err = Console(stderr=True, highlight=False, markup=False, soft_wrap=False)
+# All but line ends and tabs; also what turns the direction of writing, and halves of characters, which no stream takes.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def shown(text: str) -> str:
+    """`text` with its control characters as Python writes them."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class PlainConsole(Console):
+    """Prints text as it is: numbers are not coloured, brackets no markup, `:smile:` no emoji, control characters shown.
+
+    Only what is given as `str` comes by here; who makes a `Text` says `shown` himself.
+    """
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=False)
+
+    def render_str(self, text: str, **options: Any) -> Text:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().render_str(shown(text), **options)
+
+
+class ShownFormatter(logging.Formatter):
+    """For log lines, which become a `Text` elsewhere."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown(super().format(record))
+
+
+out = PlainConsole()
+err = PlainConsole(stderr=True)
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 _STEPS = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "m"))
@@ -24,7 +57,7 @@ _STEPS = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "m"))
 
 def say(text: str, style: str = "") -> None:
     """A remark about what is going on, to standard error."""
-    err.print(Text(text, style=style))
+    err.print(text, style=style)
 
 
 def print_json(value: Any) -> None:
@@ -48,7 +81,7 @@ def new_table(title: str, columns: Sequence[str], numbers: Iterable[str] = (), w
 
 def add_row(table: Table, *cells: object, style: str = "") -> None:
     """A row of plain text: nothing in it is taken for markup."""
-    table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells), style=style)
+    table.add_row(*("-" if cell is None else str(cell) for cell in cells), style=style)
 
 
 def show_table(table: Table, console: Console = out) -> None:

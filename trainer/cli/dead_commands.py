@@ -19,7 +19,7 @@ from ...broker.settings import BrokerSettings
 from .. import CompletedGroup, RolloutClient
 from .console import add_row, clock, new_table, out, print_json, say, show_table, size
 from .guard import FAILED
-from .result_lines import completed_lines, failed_lines, to_json
+from .result_lines import completed_lines, failed_lines, plain, to_json
 from .targets import AsJson, BrokerUrl, RunName, connected, observer_settings, on_run, the_run
 
 _COLUMNS = ("id", "buried UTC", "group", "route", "rows", "failure")
@@ -64,7 +64,12 @@ def list_letters(broker_url: BrokerUrl = None, run: RunName = None, as_json: AsJ
 def show_letter(
     letter: Annotated[str, typer.Argument(metavar="LETTER", help="An id from `dead list`, or BATCH:GROUP.")],
     rows: Annotated[
-        bool, typer.Option("--rows", help="Print the group's rows, one JSON line each.", show_default=False)
+        bool,
+        typer.Option(
+            "--rows",
+            help="The group's rows too: one JSON line each, or `rows_published` of --json.",
+            show_default=False,
+        ),
     ] = False,
     broker_url: BrokerUrl = None,
     run: RunName = None,
@@ -81,9 +86,9 @@ def show_letter(
 
     found, kept = on_run(broker_url, run, read)
     if as_json:
-        print_json(_as_plain(found))
-    else:
-        _describe(found)
+        print_json(_as_plain(found) | ({"rows_published": plain(kept)} if rows else {}))
+        return
+    _describe(found)
     for row in kept:
         sys.stdout.write(to_json(row) + "\n")
 

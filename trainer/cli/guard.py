@@ -6,23 +6,29 @@ stack.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 from rich.logging import RichHandler
 
 from ...broker.errors import ConfigError, EncodeError, RolloutBusError, RowError, RowTypeError
-from .console import err, say
+from .console import ShownFormatter, err, say
 
 FAILED = 1
 MISTAKE = 2
 INTERRUPTED = 130
+
+# Of a full disk, a quota, a broken device, and a reader who has left (`| head`).
+_NOWHERE_TO_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 _MISTAKES = (ConfigError, RowError, RowTypeError, EncodeError)
 
@@ -45,11 +51,6 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
         set_up_logging(verbose)
         try:
             command(*args, **options)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            # Whoever read our output has left (`| head`): nothing is wrong, and flushing at exit must not complain.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(FAILED) from None
         except KeyboardInterrupt as interrupt:
             raise typer.Exit(interrupt.args[0] if interrupt.args else INTERRUPTED) from None
         except RolloutBusError as error:
@@ -68,6 +69,29 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+@contextmanager
+def output_watched() -> Generator[None]:
+    """Around everything: output that cannot be written is told in a line, but for that of a reader who has left."""
+    # What the stream's encoding lacks stands as an escape: half a character, anything under a plain ASCII locale.
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _NOWHERE_TO_WRITE:
+            raise
+        # The interpreter flushes once more at its end, and must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            with contextlib.suppress(OSError):
+                say(f"Error: cannot write the output: {error.strerror}; free space, or send it elsewhere", "red")
+        sys.exit(FAILED)
+
+
 def set_up_logging(verbose: int) -> None:
     """WARNING and above to standard error by default; through the console, so that a progress bar stays whole."""
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
@@ -75,7 +99,7 @@ def set_up_logging(verbose: int) -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     handler = RichHandler(console=err, show_path=False, log_time_format="%H:%M:%S", omit_repeated_times=False)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(ShownFormatter("%(message)s"))
     logger.addHandler(handler)
     logger.setLevel(level)
     logger.propagate = False

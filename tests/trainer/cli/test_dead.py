@@ -35,6 +35,15 @@ def test_show_prints_the_traceback_and_the_rows_as_published(stage: Stage) -> No
     assert [(row["_rowidx"], row["do"]) for row in rows] == [(0, "fail"), (1, "fail")]
 
 
+def test_show_with_rows_and_json_is_one_document(stage: Stage) -> None:
+    stage.instance()
+    (letter,) = bury(stage, "fail")
+    shown = call("dead", "show", letter, "--rows", "--json").json
+    assert shown["id"] == letter
+    assert [row["do"] for row in shown["rows_published"]] == ["fail", "fail"]
+    assert "rows_published" not in call("dead", "show", letter, "--json").json
+
+
 def test_replay_runs_the_group_again_and_prints_what_comes_back(stage: Stage) -> None:
     instance = stage.instance()
     (letter,) = bury(stage, "fail")

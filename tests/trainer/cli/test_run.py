@@ -19,7 +19,7 @@ import pytest
 from .conftest import call, comes_true, redis_at
 
 ROOT = Path(__file__).parents[3]
-COMMAND = [sys.executable, "-m", "rolloutbus.trainer.cli.app"]
+COMMAND = [sys.executable, "-m", "rolloutbus.trainer.cli"]
 TIME_LIMIT_S = 100.0
 
 FUNCTIONS = """

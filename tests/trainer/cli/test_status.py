@@ -67,7 +67,7 @@ def documents(lines: Iterable[str]) -> Any:
 
 
 def test_watching_looks_again_and_outlasts_a_restart_of_the_broker(stage: Stage, broker: EmbeddedBroker) -> None:
-    command = [sys.executable, "-m", "rolloutbus.trainer.cli.app", "status", "--watch", "0.2", "--json"]
+    command = [sys.executable, "-m", "rolloutbus.trainer.cli", "status", "--watch", "0.2", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
         assert watching.stderr is not None

@@ -1,0 +1,5 @@
+"""`python -m rolloutbus.trainer.cli`."""
+
+from . import main
+
+main()
