@@ -18,6 +18,12 @@ _KEPT = ("dead", "events")
 _CLOCK_TOLERANCE_S = 1.0
 _SLOW_ANSWER_S = 0.05
 _SHORT_IDLE_S = 30
+# A read of results takes 4 MB and one entry more, which may be large.
+_ROOM_FOR_A_READ = 32 << 20
+_CLIENTS_HIGH_RATIO = 0.9
+
+# What INFO does not tell.
+SETTINGS_READ = ("timeout", "appendfsync", "min-replicas-to-write", "client-output-buffer-limit")
 
 
 @dataclass(frozen=True)
@@ -42,14 +48,18 @@ class KeyFact:
 def check_server(
     info: Mapping[str, str], config: Mapping[str, str] | None, settings: BrokerSettings
 ) -> Iterator[Finding]:
-    """Version, persistence, eviction, memory, idle connections. `config` is None where the broker does not let us read
+    """Version, role, persistence, eviction, memory, connections. `config` is None where the broker does not let us read
     it.
     """
     yield _version(info)
+    yield from _role(info)
+    yield from _replicas(info, config)
     yield _persistence(info, config)
     yield _eviction(info)
     yield _memory(info, settings)
     yield _idle(config)
+    yield from _reply_limit(config)
+    yield from _connections(info)
     if info.get("cluster_enabled") == "1":
         yield Finding(
             "cluster", "warning", "the server is a node of a cluster, and rolloutbus follows no redirections",
@@ -61,6 +71,28 @@ def _version(info: Mapping[str, str]) -> Finding:
     valkey = info.get("valkey_version")
     named = f"Valkey {valkey}" if valkey else f"Redis {info.get('redis_version', 'unknown')}"
     return Finding("server version", "ok", f"{named}, up {seconds(float(info.get('uptime_in_seconds', 0)))}")
+
+
+def _role(info: Mapping[str, str]) -> Iterator[Finding]:
+    if info.get("role", "master") == "master":
+        return
+    primary = f"{info.get('master_host', 'its primary')}:{info.get('master_port', '?')}"
+    what = "nothing can be written to it" if info.get("slave_read_only") != "0" else "what is written to it is lost"
+    yield Finding("role", "wrong", f"a replica of {primary}: {what}", f"give the URL of {primary}")
+
+
+def _replicas(info: Mapping[str, str], config: Mapping[str, str] | None) -> Iterator[Finding]:
+    """INFO counts good replicas only where some are asked for, but does not say how many."""
+    if "min_slaves_good_slaves" not in info:
+        return
+    good, check = int(info["min_slaves_good_slaves"]), "replicas"
+    if config is None:
+        yield _not_told(check, "min-replicas-to-write", f"writes need replicas and {good} are good; ")
+    elif good < int(config.get("min-replicas-to-write", 0)):
+        yield Finding(
+            check, "wrong", f"{good} of the {config['min-replicas-to-write']} replicas without which it refuses writes",
+            "start the replicas or mend their link, or CONFIG SET min-replicas-to-write lower",
+        )  # fmt: skip
 
 
 def _persistence(info: Mapping[str, str], config: Mapping[str, str] | None) -> Finding:
@@ -120,12 +152,7 @@ def _memory(info: Mapping[str, str], settings: BrokerSettings) -> Finding:
 
 def _idle(config: Mapping[str, str] | None) -> Finding:
     if config is None:
-        return Finding(
-            "idle connections",
-            "unknown",
-            "CONFIG GET is not allowed for this user",
-            "ask the broker's owner for `timeout`",
-        )
+        return _not_told("idle connections", "timeout")
     timeout = int(config.get("timeout", 0))
     if 0 < timeout < _SHORT_IDLE_S:
         return Finding(
@@ -134,6 +161,40 @@ def _idle(config: Mapping[str, str] | None) -> Finding:
             f"CONFIG SET timeout 0, or at least {_SHORT_IDLE_S}",
         )  # fmt: skip
     return Finding("idle connections", "ok", f"closed after {timeout} s" if timeout else "never closed by the server")
+
+
+def _not_told(check: str, setting: str, known: str = "") -> Finding:
+    what, remedy = f"{known}CONFIG GET is not allowed for this user", f"ask the broker's owner for `{setting}`"
+    return Finding(check, "unknown", what, remedy)
+
+
+def _reply_limit(config: Mapping[str, str] | None) -> Iterator[Finding]:
+    """The setting is `class hard soft seconds`, one after the other; clients that read results are `normal`."""
+    if config is None:
+        yield _not_told("reply size", "client-output-buffer-limit")
+    words = (config or {}).get("client-output-buffer-limit", "").split()
+    if "normal" not in words:
+        return
+    hard, soft, soft_s = (int(word) for word in words[words.index("normal") + 1 :][:3])
+    check, remedy = (
+        "reply size",
+        "CONFIG SET client-output-buffer-limit 'normal 0 0 0', and the same in its config file",
+    )
+    if 0 < hard < _ROOM_FOR_A_READ:
+        what = f"a client with {size(hard)} of replies is cut off, and one read of results may be larger"
+        yield Finding(check, "wrong", what, remedy)
+    elif 0 < soft < _ROOM_FOR_A_READ:
+        what = f"a client with {size(soft)} of replies for {soft_s} s is cut off, which a slow network may cause"
+        yield Finding(check, "warning", what, remedy)
+
+
+def _connections(info: Mapping[str, str]) -> Iterator[Finding]:
+    there, most = int(info.get("connected_clients", 0)), int(info.get("maxclients", 0))
+    if most and there >= _CLIENTS_HIGH_RATIO * most:
+        yield Finding(
+            "connections", "warning", f"{there} of at most {most}; the next are refused",
+            "CONFIG SET maxclients higher, and see CLIENT LIST for who holds them",
+        )  # fmt: skip
 
 
 def check_settings(settings: BrokerSettings) -> Finding:
@@ -240,6 +301,9 @@ def check_run(state: RunState, settings: BrokerSettings) -> Iterator[Finding]:
             else "over; only its events and letters are left"
         )
         yield Finding(check, "ok", what)
+    if state.unreadable:
+        remedy = "no process of rolloutbus wrote it so; find out who did, and delete it or start the fleet again"
+        yield Finding(check, "wrong", f"cannot be read: {_some(state.unreadable)}", remedy)
     if state.dead_letters:
         remedy = f"`rolloutbus dead list --run {state.run}`, then `dead replay` or `dead drop`"
         yield Finding(check, "warning", f"{state.dead_letters} dead letters", remedy)

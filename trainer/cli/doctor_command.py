@@ -15,12 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ...broker.channel import Link, ReplyError
-from ...broker.errors import BrokerError, BrokerUnavailableError, RolloutBusError
+from ...broker.errors import BrokerError, BrokerTimeoutError, BrokerUnavailableError, RolloutBusError
 from ...broker.inspection import ask, decoded, find_runs, inspect_run, scan
 from ...broker.keys import GROUP_NAME, Keys
 from ...broker.settings import BrokerSettings, redacted
-from .console import new_table, print_json, show_table
+from .console import new_table, print_json, show_table, shown
 from .diagnosis import (
+    SETTINGS_READ,
     Finding,
     KeyFact,
     check_clock,
@@ -71,8 +72,9 @@ async def examine(connection: BrokerSettings, settings: BrokerSettings) -> list[
     try:
         async with connected(connection) as link:
             return await _examine(link, settings)
-    except BrokerUnavailableError as error:
-        return [Finding("connection", "wrong", str(error), "start the broker, or say where it is")]
+    except (BrokerUnavailableError, BrokerTimeoutError) as error:
+        remedy = "start the broker, or say where it is; one that runs and does not answer is stopped or overloaded"
+        return [Finding("connection", "wrong", str(error), remedy)]
     except BrokerError as error:
         return [Finding("connection", "wrong", f"{redacted(connection.url)}: {error}", "mend what the broker refuses")]
 
@@ -100,7 +102,7 @@ def _info(raw: bytes) -> dict[str, str]:
 async def _config(link: Link) -> dict[str, str] | None:
     """The few settings that INFO does not tell, where this user may read them."""
     found: dict[str, str] = {}
-    for reply in await link.run([("CONFIG", "GET", name) for name in ("timeout", "appendfsync")]):
+    for reply in await link.run([("CONFIG", "GET", name) for name in SETTINGS_READ]):
         if isinstance(reply, ReplyError):
             return None
         found |= decoded(reply)
@@ -123,9 +125,11 @@ async def _key_facts(link: Link) -> list[KeyFact]:
     names = await scan(link, "rolloutbus:*")
     replies = await ask(link, [command for name in names for command in (("TYPE", name), ("PTTL", name))])
     facts = zip(names, replies[::2], replies[1::2], strict=True)
-    # A key that expired since the scan says so with -2.
+    # A key that expired since the scan says so with -2, and so does a name that is no text, which is to be told.
     return [
-        KeyFact(name, kind if isinstance(kind, str) else kind.decode(), ttl) for name, kind, ttl in facts if ttl != -2
+        KeyFact(name, kind if isinstance(kind, str) else kind.decode(), ttl)
+        for name, kind, ttl in facts
+        if ttl != -2 or "\ufffd" in name
     ]
 
 
@@ -145,8 +149,8 @@ async def _without_group(link: Link, facts: Sequence[KeyFact]) -> list[str]:
 def _table(findings: Sequence[Finding]) -> Table:
     table = new_table("", ("", "check", "finding"))
     for finding in findings:
-        words = Text(finding.what)
+        words = Text(shown(finding.what))
         if finding.remedy:
-            words.append(f"\nremedy: {finding.remedy}", style="dim")
-        table.add_row(Text(finding.level, style=_STYLES[finding.level]), Text(finding.check), words)
+            words.append(f"\nremedy: {shown(finding.remedy)}", style="dim")
+        table.add_row(Text(finding.level, style=_STYLES[finding.level]), finding.check, words)
     return table

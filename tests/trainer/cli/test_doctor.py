@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 
 import pytest
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.inspection import RunState
 from rolloutbus.broker.settings import BrokerSettings
+from rolloutbus.trainer.cli import targets
 from rolloutbus.trainer.cli.diagnosis import (
     Finding,
     KeyFact,
@@ -47,6 +49,12 @@ def test_a_sound_server_is_ok_throughout() -> None:
         ({}, {"appendfsync": "no"}, "persistence", "warning"),
         ({}, {"timeout": "5"}, "idle connections", "warning"),
         ({"cluster_enabled": "1"}, {}, "cluster", "warning"),
+        ({"role": "slave", "master_host": "b", "master_port": "6379"}, {}, "role", "wrong"),
+        ({"role": "slave", "slave_read_only": "0"}, {}, "role", "wrong"),
+        ({"min_slaves_good_slaves": "1"}, {"min-replicas-to-write": "2"}, "replicas", "wrong"),
+        ({}, {"client-output-buffer-limit": "normal 1048576 0 0 slave 0 0 0"}, "reply size", "wrong"),
+        ({}, {"client-output-buffer-limit": "slave 0 0 0 normal 0 1048576 5"}, "reply size", "warning"),
+        ({"connected_clients": "95", "maxclients": "100"}, {}, "connections", "warning"),
     ],
 )
 def test_each_fault_of_a_server_has_a_level_and_a_remedy(
@@ -58,7 +66,17 @@ def test_each_fault_of_a_server_has_a_level_and_a_remedy(
 
 
 def test_what_may_not_be_read_is_unknown_and_not_wrong() -> None:
-    assert levels(*check_server(SOUND, None, SETTINGS))["idle connections"] == "unknown"
+    found = levels(*check_server({**SOUND, "min_slaves_good_slaves": "1"}, None, SETTINGS))
+    assert {check for check, level in found.items() if level == "unknown"} == {
+        "idle connections", "replicas", "reply size",
+    }  # fmt: skip
+
+
+def test_limits_that_nothing_reaches_are_no_finding() -> None:
+    limits = "normal 0 0 0 slave 1048576 1048576 60 pubsub 1048576 0 0"
+    roomy = {**CONFIG, "client-output-buffer-limit": limits, "min-replicas-to-write": "1"}
+    info = {**SOUND, "role": "master", "min_slaves_good_slaves": "1", "connected_clients": "5", "maxclients": "100"}
+    assert set(levels(*check_server(info, roomy, SETTINGS)).values()) == {"ok"}
 
 
 @pytest.mark.parametrize("change", [{"renew_every_s": 15.0}, {"command_timeout_s": 30.0}, {"block_s": 40.0}])
@@ -121,3 +139,37 @@ def test_doctor_says_that_there_is_no_broker_and_no_password(broker: EmbeddedBro
     refused = " ".join(call("doctor", "--broker-url", wrong, code=1).out.split())
     assert "wrong" in refused
     assert "topsecret" not in refused
+
+
+def test_doctor_finds_what_stops_every_write_or_read_of_a_real_broker(stage: Stage) -> None:
+    stage.redis.config_set("min-replicas-to-write", "1")
+    stage.redis.config_set("client-output-buffer-limit", "normal 1mb 0 0")
+    found = {finding["check"]: finding["level"] for finding in call("doctor", "--json", code=1).json["findings"]}
+    assert (found["replicas"], found["reply size"]) == ("wrong", "wrong")
+
+
+def test_doctor_finds_that_the_server_is_a_replica(stage: Stage) -> None:
+    stage.redis.replicaof("127.0.0.1", 1)
+    found = {finding["check"]: finding for finding in call("doctor", "--json", code=1).json["findings"]}
+    assert found["role"]["level"] == "wrong"
+    assert "127.0.0.1:1" in found["role"]["remedy"]
+
+
+def test_a_server_that_accepts_and_says_nothing_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "_PATIENCE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        url = f"redis://127.0.0.1:{deaf.getsockname()[1]}/0"
+        (finding,) = call("doctor", "--json", "--broker-url", url, code=1).json["findings"]
+    assert (finding["check"], finding["level"]) == ("connection", "wrong")
+    assert "did not answer in time" in finding["what"]
+
+
+def test_keys_of_strangers_are_named_and_the_rest_is_examined(stage: Stage) -> None:
+    for key in ("rolloutbus:{a b}:routes", b"rolloutbus:{\xff}:routes"):
+        stage.redis.set(key, "1", ex=3600)
+    stage.redis.hset(stage.keys.instance("math/7"), mapping={"pid": "x"})
+    findings = call("doctor", "--json", code=1).json["findings"]
+    tags = next(finding for finding in findings if finding["check"] == "hash tags")
+    assert "{a b}" in tags["what"]
+    assert "{\ufffd}" in tags["what"]
+    assert [f for f in findings if f["check"] == f"run {RUN}" and "instance:math/7: pid 'x'" in f["what"]]
