@@ -116,7 +116,8 @@ def redacted(url: str) -> str:
 
     A user that stands alone is hidden too: it may be a password in the wrong place.
     """
-    masked = re.sub(r"^((?:\w+://)?[^:@/?#]*:)(?!//).*@", r"\1***@", url, flags=re.DOTALL)
+    masked = re.sub(r"([?&]password=)[^&#]*", r"\1***", url)
     # The path of a socket may hold an @.
-    masked = re.sub(r"^(\w+://)[^:?/]+@|^((?:rediss?://)?)[^:?]+@", r"\1\2***@", masked)
-    return re.sub(r"([?&]password=)[^&#]*", r"\1***", masked)
+    if masked.lstrip().startswith("unix:///"):
+        return masked
+    return re.sub(r"^(.*?://)?([^:@/]*:)?.*@", r"\1\2***@", masked, count=1, flags=re.DOTALL)

@@ -18,7 +18,7 @@ from ..broker.errors import DecodeError, EnvironmentContractError, PayloadTooLar
 from ..broker.messages import Failure
 from ..broker.worker_transitions import Attempt, Taken, WorkerTransitions
 from .environments.base import Environment, ReportsTiming, Row
-from .environments.exits import text_of
+from .environments.exits import EXITS, contained, text_of
 from .failures import describe, retry_delay
 from .finishing import Finisher, LostAttemptError, Outgoing
 from .running import EnvironmentCancelledError, OnResult, run_rows
@@ -203,10 +203,10 @@ def _take_timing(reports: ReportsTiming, group_id: str, timing: BatchTiming) -> 
         for name, seconds in reports.take_timing(group_id).items():
             timing.spend(name, seconds)
     # The rows are done, and what is only told about them must not fail them.
-    except (Exception, SystemExit) as error:
-        log.warning(
-            "%s: its times are left out: take_timing raised %s(%s)", group_id, type(error).__name__, text_of(error)
-        )
+    except (Exception, *EXITS) as error:
+        # What may be somebody's Ctrl-C goes on.
+        why = contained(error, "take_timing") if isinstance(error, EXITS) else error
+        log.warning("%s: its times are left out: take_timing raised %s(%s)", group_id, type(why).__name__, text_of(why))
 
 
 def _error_of(work: asyncio.Task[None]) -> BaseException:

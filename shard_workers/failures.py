@@ -36,7 +36,7 @@ def describe(error: BaseException) -> Failure:
     status = http_status(error)
     text = text_of(error)
     body = _attribute(error, "response_content")
-    if body:
+    if body is not None:
         text += f": {body.decode(errors='replace') if isinstance(body, bytes) else text_of(body)}"
     return Failure(
         failure_class="infra" if _is_infra(error, status) else "data",

@@ -56,6 +56,7 @@ class GroupReader:
         self._group_bytes = group_bytes
         self._channel: Channel | None = None
         self._reading = False
+        self._reads = 0
         # About how many the last reads found.
         self._pace = 1
         # When short groups ended, the latest ones.
@@ -118,6 +119,7 @@ class GroupReader:
     async def _ask(self, channel: Channel, count: int, block_ms: int | None) -> list[RawEntry]:
         if self._stopped:
             return []
+        self._reads += 1
         self._reading = True
         try:
             reply = (await channel.send([self._transitions.read_command(count, block_ms)]))[0]
@@ -142,12 +144,13 @@ class GroupReader:
 
     async def interrupt(self) -> None:
         """A read that waits returns at once; what it got is delivered."""
-        while self._reading and self._channel is not None and not self._channel.broken:
+        channel, read = self._channel, self._reads
+        while self._reading and self._reads == read and channel is not None and not channel.broken:
             try:
                 control = await self._control.channel()
-                await control.pipeline([("CLIENT", "UNBLOCK", self._channel.hello.client_id)])
+                await control.pipeline([("CLIENT", "UNBLOCK", channel.hello.client_id)])
             except (BrokerUnavailableError, BrokerTimeoutError):
-                self._channel.abort()
+                channel.abort()
             await asyncio.sleep(_UNBLOCK_EVERY_S)
 
     async def close(self) -> None:

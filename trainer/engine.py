@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 from ..broker.channel import Channel, Command, Link
 from ..broker.client_transitions import ClientTransitions
 from ..broker.errors import (
+    BrokerError,
     BrokerUnavailableError,
     ClosedError,
     OwnershipLostError,
@@ -27,6 +28,7 @@ from ..broker.errors import (
     UsageError,
 )
 from ..broker.keys import Keys, check_name
+from ..broker.messages import ForeignEntryError
 from ..broker.scripts import load_scripts
 from ..broker.settings import BrokerSettings
 from ..collector import Collector
@@ -103,7 +105,9 @@ class Engine:
         self.require_own()
         with self._guard:
             if self._thread is None:
-                self._forks = forks()
+                if self._forks != forks():
+                    # Made before a fork and used on both sides, it must not be the same owner twice.
+                    self._forks, self.incarnation = forks(), secrets.token_hex(8)
                 # A waiter that is cancelled must not cancel it for all.
                 self._ready.set_running_or_notify_cancel()
                 self._thread = threading.Thread(target=self._main, name=f"rolloutbus-{self.client}", daemon=True)
@@ -345,6 +349,9 @@ class Engine:
             for session in list(self.sessions.sessions.values()):
                 try:
                     await sweeper.sweep(session.watched)
+                except (BrokerError, ForeignEntryError) as error:
+                    # The next look would find the same, and nobody would look after what else is out.
+                    session.collection.error(error)
                 except RolloutBusError as error:
                     log.warning("cannot look after batch %s (%s)", session.batch, error)
 

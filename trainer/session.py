@@ -181,6 +181,8 @@ class SessionRunner:
         """Nobody has it here; on the broker it stays as it is, for a `resume` to come."""
         # What has come of it must come again, and not be deleted as what is left of a batch that is over.
         session.collection.leftovers()
+        if session.publishing is not None:
+            session.publishing.cancel()
         self._forget(session)
 
     def _forget(self, session: Session) -> None:

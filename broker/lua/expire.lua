@@ -5,19 +5,22 @@
 -- {'dead' | 'again' | 'early' | 'over' | 'gone' | 'not-owner'}
 local batch, group = ARGV[1], ARGV[2]
 
+local function id(text)
+  local ms, seq = string.match(text, '^(%d+)-(%d+)$')
+  return tonumber(ms), tonumber(seq)
+end
+
 -- Whether an entry was delivered, or passed over, and is pending for nobody: somebody deleted its consumer, or moved the group on.
+-- Without a consumer group the next worker makes one, and reads all from the start.
 local function is_forgotten(groups, entry)
-  if #redis.call('XPENDING', groups, WORKERS, entry, entry, 1) > 0 then return false end
-  local function number(id)
-    local ms, seq = string.match(id, '^(%d+)-(%d+)$')
-    return tonumber(ms), tonumber(seq)
-  end
+  local pending = redis.pcall('XPENDING', groups, WORKERS, entry, entry, 1)
+  if pending.err or #pending > 0 then return false end
   for _, info in ipairs(redis.call('XINFO', 'GROUPS', groups)) do
     local facts = {}
     for i = 1, #info, 2 do facts[info[i]] = info[i + 1] end
     if facts['name'] == WORKERS then
-      local ms, seq = number(entry)
-      local last_ms, last_seq = number(facts['last-delivered-id'])
+      local ms, seq = id(entry)
+      local last_ms, last_seq = id(facts['last-delivered-id'])
       return ms < last_ms or (ms == last_ms and seq <= last_seq)
     end
   end
@@ -32,25 +35,28 @@ if not r or r.status == 'done' or r.status == 'handed' or r.status == 'failed' t
 if ARGV[8] == 'deadline' and (tonumber(r.first_take) == 0 or now_ms() - tonumber(r.first_take) < tonumber(ARGV[9])) then return { 'early' } end
 if ARGV[8] == 'no_instance' and r.status == 'running' then
   -- Whoever ran it has not renewed for so long, and nobody is there to take it over.
-  local held = redis.call('XPENDING', KEYS[2], WORKERS, r.entry, r.entry, 1)
-  if #held > 0 and held[1][3] < tonumber(ARGV[9]) then return { 'early' } end
+  local held = redis.pcall('XPENDING', KEYS[2], WORKERS, r.entry, r.entry, 1)
+  if not held.err and #held > 0 and held[1][3] < tonumber(ARGV[9]) then return { 'early' } end
 end
 if r.entry == '-' then r.entry = ARGV[4] end
-if ARGV[8] == 'vanished' and r.entry == '-' then return { 'early' } end
-if ARGV[8] == 'vanished' and #redis.call('XRANGE', KEYS[2], r.entry, r.entry) > 0 then
-  if (r.status ~= 'queued' and r.status ~= 'running') or not is_forgotten(KEYS[2], r.entry) then return { 'early' } end
-  r.status = 'delayed'
-  save(KEYS[1], group, r)
-  redis.call('ZADD', KEYS[3], now_ms(), batch .. ' ' .. group .. ' ' .. r.entry .. ' -')
-  live_with(KEYS[3], KEYS[2])
-  note(KEYS[7], 'found', batch, group, r.attempt, r.instance, 'its delivery was forgotten; it is due again')
-  return { 'again' }
-end
-local member = batch .. ' ' .. group .. ' ' .. r.entry
-redis.call('ZREM', KEYS[4], member)
+local member, waits = batch .. ' ' .. group .. ' ' .. r.entry, {}
 for _, m in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
-  if string.sub(m, 1, #member) == member then redis.call('ZREM', KEYS[3], m) end
+  if string.sub(m, 1, #member + 1) == member .. ' ' then waits[#waits + 1] = m end
 end
+if ARGV[8] == 'vanished' then
+  if r.entry == '-' then return { 'early' } end
+  if #redis.call('XRANGE', KEYS[2], r.entry, r.entry) > 0 then
+    if #waits > 0 or redis.call('ZSCORE', KEYS[4], member) or not is_forgotten(KEYS[2], r.entry) then return { 'early' } end
+    if r.status ~= 'suspect' then r.status = 'delayed' end
+    save(KEYS[1], group, r)
+    redis.call('ZADD', KEYS[3], now_ms(), member .. ' -')
+    live_with(KEYS[3], KEYS[2])
+    note(KEYS[7], 'found', batch, group, r.attempt, r.instance, 'its delivery was forgotten; it is due again')
+    return { 'again' }
+  end
+end
+redis.call('ZREM', KEYS[4], member)
+for _, m in ipairs(waits) do redis.call('ZREM', KEYS[3], m) end
 redis.call('HINCRBY', KEYS[1], 'dead_groups', 1)
 if r.entry == '-' then r.entry = '0-1' end
 bury({ batch = KEYS[1], groups = KEYS[2], results = KEYS[5], dead = KEYS[6], events = KEYS[7] },

@@ -118,6 +118,11 @@ def test_the_given_address_goes_before_the_environments():
         ("redis://host/0?password=a@b", "redis://host/0?password=***"),
         ("unix:///tmp/a@b.sock", "unix:///tmp/a@b.sock"),
         ("unix://pw@/tmp/sock", "unix://***@/tmp/sock"),
+        ("redis+tls://u:pw@h", "redis+tls://u:***@h"),
+        (" redis://u:pw@h", " redis://u:***@h"),
+        ("REDIS_URL=redis://u:pw@h", "REDIS_URL=redis://u:***@h"),
+        ("redis://u/x:pw@h", "redis://***@h"),
+        ("redis://a@b:pw@h", "redis://***@h"),
     ],
 )
 def test_an_address_is_shown_without_its_password(url: str, shown: str):

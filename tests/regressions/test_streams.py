@@ -11,7 +11,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rolloutbus.broker.channel import Link
+from rolloutbus.broker.messages import ForeignEntryError
 from rolloutbus.collector import GroupFailure
 
 from tests.chaos.proxy import Proxy
@@ -94,6 +96,16 @@ async def test_a_group_whose_entry_was_deleted_by_hand_is_reported(arena: Arena)
     failed = [group for group in groups if isinstance(group, GroupFailure)]
     assert [(failure.group_index, failure.type) for failure in failed] == [(int(fields[b"group"]), "EntryDeletedError")]
     assert len(groups) == 4
+
+
+async def test_a_record_that_was_changed_by_hand_ends_its_batch_by_name(arena: Arena) -> None:
+    """Nobody could read it, so nobody looked after the batch any more, and it waited for what would never come."""
+    async with arena.client() as client, client.run_groups(rows_of(4, 2), 2) as batch:
+        await comes_true(lambda: arena.control.xlen(arena.keys.groups("s")) == 4)
+        arena.control.hset(arena.keys.batch(batch.id), "g:2", "whatever")
+        with pytest.raises(ForeignEntryError, match="record of group 2"):
+            async with asyncio.timeout(15):
+                await anext(batch)
 
 
 async def test_after_ten_thousand_rows_the_streams_are_empty_and_small(arena: Arena) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
-from rolloutbus.broker.channel import Link
+from rolloutbus.broker.channel import Channel, Link
 from rolloutbus.broker.scripts import load_scripts
 from rolloutbus.broker.worker_transitions import Identity, WorkerTransitions
 from rolloutbus.shard_workers import reading
@@ -213,3 +214,23 @@ async def test_a_reader_that_waits_takes_one_however_short_the_groups_before_wer
     assert reads(stack) - reads_before >= len(wanted) - 1
     await desk.close()
     stack.redis.delete(stack.keys.groups("s"))
+
+
+@within(10)
+async def test_an_interrupt_that_meets_a_lost_connection_is_no_error(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader had begun to connect anew meanwhile, and the worker ended over it."""
+
+    async def lost_meanwhile() -> Channel:
+        reader: Any = desk.reader
+        if reader._channel is not None:
+            reader._channel.abort()
+            reader._channel = None
+        return await Link.channel(desk.link)
+
+    monkeypatch.setattr(desk.link, "channel", lost_meanwhile)
+    await desk.reader.interrupt()
+    monkeypatch.undo()
+    entries = desk.add(2)
+    await until(lambda: desk.got == entries)

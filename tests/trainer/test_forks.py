@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from rolloutbus.trainer import NemoRLEnvironment
+from rolloutbus.trainer import NemoRLEnvironment, RolloutClient
 
 from tests.stacks import EachRow, Gates, Stack, check_groups, groups_of, rows_of, within
 
@@ -34,6 +34,10 @@ def in_a_fork(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     finally:
         child.kill()
         child.join()
+
+
+def incarnation_of(client: RolloutClient) -> str:
+    return client._engine.incarnation  # pyright: ignore[reportPrivateUsage]
 
 
 def _child(work: Callable[[], Coroutine[Any, Any, Any]], pipe: Any) -> None:
@@ -75,11 +79,14 @@ async def test_a_client_that_was_not_used_before_the_fork_serves_the_child(stack
     await stack.worker()
     client = stack.client()
 
-    async def use() -> int:
+    async def use() -> tuple[int, str]:
         async with client, client.run_groups(rows_of(3), 2) as batch:
-            return len(await groups_of(batch))
+            return len(await groups_of(batch)), incarnation_of(client)
 
-    assert await asyncio.to_thread(in_a_fork, use) == 3
+    groups, owner = await asyncio.to_thread(in_a_fork, use)
+    assert groups == 3
+    # Used on both sides at once, one of them is refused the name.
+    assert owner != incarnation_of(client)
 
 
 @within(60)

@@ -230,6 +230,29 @@ async def test_a_group_whose_consumer_was_deleted_by_hand_runs_again(stage: Stag
     assert (await stage.finish(heir, again)).status == "ok"
 
 
+async def test_what_waits_in_no_queue_that_is_left_runs_again(stage: Stage):
+    """A consumer was deleted between its claim and its take, another time the queue of retries."""
+    batch = await stage.sealed(1)
+    worker = stage.worker("math/0")
+    await worker.fail(await stage.taken(worker), FAILURE, limit=5, delay_s=60)
+    assert await expire(batch, "vanished") == "early"
+    await stage.raw("DEL", stage.keys.delayed(SHARD))
+    assert await expire(batch, "vanished") == "again"
+    heir = stage.worker("math/1")
+    attempt = await stage.taken(heir, await stage.claimed(heir))
+    assert (await stage.finish(heir, attempt)).status == "ok"
+
+
+async def test_without_a_consumer_group_nothing_is_an_error_and_only_absence_ends_a_group(stage: Stage):
+    """The look at the first such group failed, and nothing behind it was looked after any more."""
+    batch = await stage.sealed(2)
+    await stage.taken(stage.worker())
+    await stage.raw("XGROUP", "DESTROY", stage.stream, "workers")
+    assert [await expire(batch, "vanished", group=group) for group in range(2)] == ["early", "early"]
+    assert [await expire(batch, "no_instance", timeout_s=30, group=group) for group in range(2)] == ["dead", "dead"]
+    await stage.worker().prepare()
+
+
 async def test_a_group_that_was_passed_over_by_hand_runs_after_all(stage: Stage):
     batch = await stage.sealed(1)
     await stage.raw("XGROUP", "SETID", stage.stream, "workers", "$")
