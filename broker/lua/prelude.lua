@@ -13,7 +13,8 @@ local function parse(raw)
   if not raw then return nil end
   local r = {}
   r.status, r.attempt, r.token, r.instance, r.entry, r.infra, r.data, r.accepted, r.bytes, r.first_take = string.match(raw, RECORD)
-  return r
+  -- What somebody else wrote there is no record.
+  return r.status and r or nil
 end
 
 local function save(batch, group, r)
