@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,11 +84,15 @@ def ends(folder: Path) -> int:
     return len((folder / "ends").read_text().splitlines()) if (folder / "ends").exists() else 0
 
 
-def is_dead(handle: Any) -> bool:
-    try:
-        ray.get(handle.__ray_ready__.remote(), timeout=5)
-    except RayActorError:
-        return True
+def dies(handle: Any) -> bool:
+    """Whether the actor is dead within ten seconds: `ray.kill` does not wait, and a dying one may still answer."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            ray.get(handle.__ray_ready__.remote(), timeout=5)
+        except RayActorError:
+            return True
+        time.sleep(0.05)
     return False
 
 
@@ -142,7 +147,7 @@ def test_an_actor_that_does_not_end_is_killed_and_the_others_are_ended(
     ray.get([bad.__ray_ready__.remote(), good.__ray_ready__.remote()])
     shutdown_environments({"bad": bad, "good": good}, timeout_s=5 if fails == "raises" else 1)
     assert ends(tmp_path) == 2
-    assert is_dead(bad)
+    assert dies(bad)
     assert "bad: its actor did not shut down" in caplog.text
     ray.kill(good)
 
