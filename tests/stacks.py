@@ -418,6 +418,13 @@ async def groups_of(batch: AsyncIterator[Any]) -> list[CompletedGroup | GroupFai
     return [group async for group in batch]
 
 
+async def outcome_of(stack: Stack, groups: int = 1, **options: Any) -> tuple[list[Any], Any]:
+    """What became of the groups of a batch, and the batch."""
+    client = await stack.connected()
+    async with client.run_groups(rows_of(groups), 2, on_failure="yield", **options) as batch:
+        return await groups_of(batch), batch
+
+
 def check_groups(groups: Sequence[CompletedGroup | GroupFailure], count: int, size: int = 2) -> None:
     """Every group came once, whole and in input order, with results of its own rows."""
     assert sorted(group.group_index for group in groups) == list(range(count))
