@@ -6,14 +6,20 @@ import contextlib
 import os
 import stat
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from ...broker.errors import ConfigError
+from ...broker.errors import ConfigError, RolloutBusError
 
 STANDARD = "-"
+
+WriteLines = Callable[[Iterable[str]], None]
+
+
+class ResultsError(RolloutBusError):
+    """Results cannot be written any more, and nothing in the command is wrong."""
 
 
 def check_writable(results: str, read: Iterable[str | Path]) -> None:
@@ -56,16 +62,39 @@ def _stat(place: str | Path, standard: TextIO) -> os.stat_result | None:
 
 
 @contextmanager
-def opened(results: str) -> Generator[TextIO]:
-    """The file for results, emptied, or standard output."""
+def opened(results: str) -> Generator[WriteLines]:
+    """What writes lines to the file for results, emptied, or to standard output; they are there when it returns.
+
+    Raises `ResultsError` where the file takes no more. Errors of what is done meanwhile pass: many are `OSError` too.
+    """
     if results == STANDARD:
-        yield sys.stdout
+        yield lambda lines: _write(sys.stdout, lines)
         return
-    try:
+    with _told(results):
         # A lone surrogate, which UTF-8 cannot carry, then stands as the escape that JSON has for it.
-        with Path(results).open("w", encoding="utf-8", errors="backslashreplace") as lines:
-            yield lines
+        file = Path(results).open("w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+
+    def write(lines: Iterable[str]) -> None:
+        with _told(results):
+            _write(file, lines)
+
+    try:
+        yield write
+    finally:
+        with _told(results):
+            file.close()
+
+
+def _write(file: TextIO, lines: Iterable[str]) -> None:
+    file.writelines(line + "\n" for line in lines)
+    file.flush()
+
+
+@contextmanager
+def _told(results: str) -> Generator[None]:
+    try:
+        yield
     except OSError as error:
-        raise ConfigError(
+        raise ResultsError(
             f"cannot write {results}: {error.strerror or error}; free space or choose another file"
         ) from None

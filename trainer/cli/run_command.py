@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import typer
 
@@ -26,7 +26,7 @@ from .fleet_commands import broker_of, running_fleet
 from .guard import FAILED
 from .interrupts import Interrupts
 from .result_lines import completed_lines, failed_lines
-from .results_file import STANDARD, check_writable, opened
+from .results_file import STANDARD, WriteLines, check_writable, opened
 from .rows import Row, read_rows
 from .run_progress import ShardProgress
 from .targets import AsJson, BrokerUrl
@@ -132,22 +132,18 @@ async def work(job: Job, results: str) -> None:
         job.summary.groups, job.summary.batch = len(routes), batch.id
         try:
             async with batch:
-                with opened(results) as lines:
-                    await _collect(job, batch, routes, lines)
+                with opened(results) as write:
+                    await _collect(job, batch, routes, write)
         finally:
             job.summary.metrics, job.summary.took_s = batch.metrics, time.monotonic() - started
 
 
-async def _collect(job: Job, batch: GroupBatch, routes: Sequence[str], lines: TextIO) -> None:
+async def _collect(job: Job, batch: GroupBatch, routes: Sequence[str], write: WriteLines) -> None:
     totals = Counter(job.shard(route) for route in routes)
     async with ShardProgress(totals, lambda: batch.waiting_for) as progress:
         async for outcome in batch:
             completed = isinstance(outcome, CompletedGroup)
-            written = (
-                completed_lines(outcome) if isinstance(outcome, CompletedGroup) else failed_lines(outcome, job.rows)
-            )
-            lines.writelines(line + "\n" for line in written)
-            lines.flush()
+            write(completed_lines(outcome) if isinstance(outcome, CompletedGroup) else failed_lines(outcome, job.rows))
             route = routes[outcome.group_index]
             job.summary.add(outcome, route)
             progress.advance(job.shard(route), failed=not completed)

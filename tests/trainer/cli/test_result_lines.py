@@ -70,8 +70,8 @@ def test_a_lone_surrogate_survives_the_file(tmp_path: Any) -> None:
     from rolloutbus.trainer.cli.run_command import opened
 
     path = tmp_path / "o.jsonl"
-    with opened(str(path)) as lines:
-        lines.write(to_json({"result": "\udc80"}) + "\n")
+    with opened(str(path)) as write:
+        write([to_json({"result": "\udc80"})])
     assert json.loads(path.read_text(encoding="utf-8")) == {"result": "\udc80"}
 
 
