@@ -357,17 +357,19 @@ class FleetEngine:
         instance.state = State.STOPPED
         return next((str(error) for error in troubles if not error.dead), "")
 
-    async def kill(self) -> None:
-        """The end without a word to anybody: processes, places and keys go at once."""
+    async def kill(self) -> list[str]:
+        """The end without a word to anybody: processes, places and keys go at once; the names of those that ran."""
         self._over = True
+        running = [i.name for i in self.instances if i.state not in (State.STOPPED, State.LOST)]
         for instance in self.instances:
             await self._supervisor.leave(instance)
         await asyncio.gather(*(self._launcher.kill(instance) for instance in self.instances))
-        for instance in self.instances:
-            await self._quietly(self._free_groups(instance))
+        # Side by side: each may wait for the broker as long as an end may take.
+        await asyncio.gather(*(self._quietly(self._free_groups(instance)) for instance in self.instances))
         await self._release_all()
         await self._leave_broker()
         self.instances = []
+        return running
 
     async def _release_all(self) -> None:
         groups = [i.bundle.group for i in self.instances if i.bundle.stands_alone]

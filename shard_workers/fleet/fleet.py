@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from ...broker.errors import FleetError
 from ...broker.settings import BrokerSettings
@@ -17,8 +17,6 @@ from .engine import FleetEngine
 from .instances import InstanceStatus
 from .loop_thread import LoopThread
 from .placement import RaySession
-
-Result = TypeVar("Result")
 
 
 class ShardFleet:
@@ -133,9 +131,9 @@ class ShardFleet:
     def shutdown(self, *, drain: bool = True, kill_after_s: float | None = None) -> None:
         """Drain and stop every instance, then give back places and keys; safe twice.
 
-        `drain=False` hands running groups back at once. An interrupt in the middle of it kills what is left, then gives
-        back the rest; so does the end of `kill_after_s`. Raises `FleetError` naming what would not stop; it was killed
-        then.
+        `drain=False` hands running groups back at once. An interrupt, and the end of `kill_after_s`, kills what is left
+        and then gives back the rest; the interrupt is raised again. Raises `FleetError` naming what would not stop, or
+        had not by the end of `kill_after_s`; it was killed then.
         """
         with self._guard:
             if self._shut_down:
@@ -156,10 +154,7 @@ class ShardFleet:
         if self._engine is None or not self._thread.alive:
             return []
         try:
-            return self._thread.run(_in_time(self._engine.shutdown(drain=drain), kill_after_s))
-        except TimeoutError:
-            self._thread.run(self._engine.kill())
-            return []
+            return self._thread.run(_end_in_time(self._engine, drain, kill_after_s))
         except KeyboardInterrupt:
             self._thread.run(self._engine.kill())
             raise
@@ -174,6 +169,14 @@ class ShardFleet:
         self._ended.set()
 
 
-async def _in_time(work: Awaitable[Result], limit_s: float | None) -> Result:
-    async with asyncio.timeout(limit_s):
-        return await work
+async def _end_in_time(engine: FleetEngine, drain: bool, kill_after_s: float | None) -> list[str]:
+    """What would not stop, by name."""
+    limit = asyncio.timeout(kill_after_s)
+    try:
+        async with limit:
+            return await engine.shutdown(drain=drain)
+    except TimeoutError:
+        # It may be the broker's or somebody else's.
+        if not limit.expired():
+            raise
+    return [f"{name} had not stopped after {kill_after_s:g} s" for name in await engine.kill()]

@@ -248,6 +248,17 @@ def test_an_instance_that_hangs_in_its_end_is_named_and_the_others_stop(
     fleet.shutdown()
 
 
+def test_what_is_left_at_the_end_of_the_patience_is_killed_and_named(
+    valkey: EmbeddedBroker, tmp_path: Path, broker: Redis
+) -> None:
+    """It was killed without a word."""
+    fleet = ShardFleet.start(fleet_config(valkey.url, tmp_path, [shard("good"), shard("stuck", hang_in_stop=True)]))
+    with pytest.raises(FleetError, match=r"^1 instances .*: shard 'stuck'.* had not stopped after 3 s$"):
+        fleet.shutdown(drain=False, kill_after_s=3)
+    assert ray.cluster_resources()["CPU"] == 2.0
+    assert [*broker.scan_iter(match=f"rolloutbus:{{{fleet.run}}}:*")] == []
+
+
 def test_asking_a_run_without_a_fleet_is_refused_at_once(valkey: EmbeddedBroker) -> None:
     with pytest.raises(FleetError, match="no fleet runs for run 'nobody-here'"):
         request_scale(BrokerSettings(url=valkey.url, lease_s=1.0, renew_every_s=0.2), "nobody-here", "math", 2)
