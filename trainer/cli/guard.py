@@ -10,6 +10,7 @@ import contextlib
 import errno
 import functools
 import inspect
+import io
 import logging
 import os
 import sys
@@ -26,9 +27,6 @@ from .console import ShownFormatter, err, say
 FAILED = 1
 MISTAKE = 2
 INTERRUPTED = 130
-
-# Of a full disk, a quota, a broken device, and a reader who has left (`| head`).
-_NOWHERE_TO_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 _MISTAKES = (ConfigError, RowError, RowTypeError, EncodeError)
 
@@ -69,20 +67,51 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+class _Output(io.FileIO):
+    """Remembers its last error. Another flush would not show whose an error was: what fails is not always kept."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def _watched() -> _Output:
+    """Standard output as it was, but that it remembers its error, and escapes what its encoding lacks: half a
+    character, anything under a plain ASCII locale.
+    """
+    plain = sys.stdout
+    output = _Output(plain.fileno(), "w", closefd=False)
+    at_once = plain.line_buffering or getattr(plain, "write_through", False)
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(output), plain.encoding, "backslashreplace", line_buffering=bool(at_once)
+    )
+    return output
+
+
 @contextmanager
 def output_watched() -> Generator[None]:
-    """Around everything: output that cannot be written is told in a line, but for that of a reader who has left."""
-    # What the stream's encoding lacks stands as an escape: half a character, anything under a plain ASCII locale.
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="backslashreplace")
+    """Around everything: output that cannot be written is told in a line, but for that of a reader who has left.
+
+    Errors of other files and pipes pass: Ray's and the embedded broker's disk may be full too.
+    """
+    output = _watched()
     try:
         try:
             yield
+        except SystemExit as end:
+            # Typer takes every broken pipe for that of the output, and ends without a word.
+            if isinstance(pipe := end.__context__, BrokenPipeError) and pipe is not output.error:
+                raise pipe from None
+            raise
         finally:
             sys.stdout.flush()
     except OSError as error:
-        if error.errno not in _NOWHERE_TO_WRITE:
+        if error is not output.error:
             raise
         # The interpreter flushes once more at its end, and must not complain either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
