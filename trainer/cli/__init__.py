@@ -40,11 +40,14 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _open_closed_streams() -> None:
-    """A standard stream that the caller closed leads nowhere, and not to the first socket that gets its number."""
+    """A standard stream that the caller closed leads nowhere, here and in processes started from here, and not to the
+    first socket that gets its number.
+    """
     for number, name, mode in _STANDARD:
         try:
             os.fstat(number)
         except OSError:
+            # The lowest free number, which is this one.
             opened = os.open(os.devnull, os.O_RDWR)
-            os.dup2(opened, number, inheritable=True)
+            os.set_inheritable(opened, True)
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115

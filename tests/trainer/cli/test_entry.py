@@ -80,3 +80,62 @@ def test_what_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
     assert rb"snow\u96ea" in shown.stdout
+
+
+# Where the console script's own command would be.
+STANDING_IN = """
+import errno, sys, typer
+from rolloutbus.trainer.cli import app, main
+
+command = typer.Typer()
+app.app = command
+word = sys.argv.pop()
+
+@command.command()
+def work() -> None:
+"""
+# The error of something else than the output, as Ray's start and the embedded broker raise it.
+OTHERS_ERROR = f"""{STANDING_IN}
+    print("an output")
+    raise OSError(getattr(errno, word), "of another file")
+main()
+"""
+PRINTING = f"""{STANDING_IN}
+    print("an output\\n" * int(word))
+main()
+"""
+CHILD = """
+import subprocess, sys
+from rolloutbus.trainer.cli import _open_closed_streams
+_open_closed_streams()
+child = "import os; assert os.readlink('/proc/self/fd/1') == os.devnull"
+sys.exit(subprocess.run([sys.executable, "-c", child]).returncode)
+"""
+
+
+@pytest.mark.parametrize("code", ["ENOSPC", "EPIPE"])
+def test_errors_of_other_files_are_not_told_as_the_outputs(code: str) -> None:
+    ended, said = run([sys.executable, "-c", OTHERS_ERROR, code], stdout=subprocess.DEVNULL)
+    assert ended == 1
+    assert "of another file" in said
+    assert "cannot write the output" not in said
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("lines", [1, 10_000])
+def test_output_is_known_by_itself_also_where_no_buffer_keeps_it(
+    unbuffered: str, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    with FULL.open("w") as full:
+        code, said = run([sys.executable, "-c", PRINTING, str(lines)], stdout=full.fileno())
+    assert (code, said) == (
+        1,
+        "Error: cannot write the output: No space left on device; free space, or send it elsewhere",
+    )
+
+
+def test_a_closed_stream_is_nowhere_for_children_too() -> None:
+    code, said = run(["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, CHILD])
+    assert (code, said) == (0, "")
