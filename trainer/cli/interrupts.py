@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class Interrupts:
-    """A context manager for the main thread; elsewhere it leaves signals alone."""
+    """A context manager for the main thread; elsewhere it leaves signals, and `signal.signal`, alone."""
 
     def __init__(self, stopping: str = "stopping; once more to stop at once") -> None:
         self._stopping = stopping
@@ -46,7 +46,7 @@ class Interrupts:
         self._before.clear()
 
     def _install(self) -> None:
-        if threading.current_thread() is threading.main_thread():
+        if _in_main_thread():
             for number in _SIGNALS:
                 before = signal.signal(number, self._handle)
                 self._before.setdefault(number, before)
@@ -57,14 +57,12 @@ class Interrupts:
 
         Nor can that code take the signals: a handler of Ray's ends the program wherever its start has come to.
         """
-        self._held, genuine = True, signal.signal
-        signal.signal = lambda number, handler: (
-            signal.getsignal(number) if number in _SIGNALS else genuine(number, handler)
-        )
+        self._held = True
         try:
-            yield
+            with _signals_kept():
+                yield
         finally:
-            signal.signal, self._held = genuine, False
+            self._held = False
             # Ray's C++ half has put a handler below Python's, which prints a stack before it comes to ours.
             self._install()
             # Also in the place of an error, which may well come of a signal that others of the program got too.
@@ -114,6 +112,29 @@ class Interrupts:
         say(self._stopping)
         if not self._held:
             raise KeyboardInterrupt(self._code)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Generator[None]:
+    """Whoever sets a handler for one of ours meanwhile is not heeded. Only the main thread can set one."""
+    if not _in_main_thread():
+        yield
+        return
+    genuine = signal.signal
+
+    # Its parameters are named as the genuine one's, or a call by keyword would fail.
+    def refuse(signalnum: int, handler: Any) -> Any:
+        return signal.getsignal(signalnum) if signalnum in _SIGNALS else genuine(signalnum, handler)
+
+    signal.signal = refuse
+    try:
+        yield
+    finally:
+        signal.signal = genuine
 
 
 def kill_descendants() -> None:

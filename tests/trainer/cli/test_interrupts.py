@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rolloutbus.trainer.cli.interrupts import Interrupts
@@ -44,3 +45,23 @@ def test_other_signals_are_left_to_held_code() -> None:
     with Interrupts() as interrupts, interrupts.held():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     assert signal.signal(signal.SIGUSR1, before) is signal.SIG_IGN
+
+
+def test_held_code_may_set_handlers_by_keyword() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with Interrupts() as interrupts, interrupts.held():
+        ours = signal.getsignal(signal.SIGINT)
+        assert signal.signal(signalnum=signal.SIGINT, handler=signal.SIG_IGN) == ours
+        signal.signal(signalnum=signal.SIGUSR1, handler=signal.SIG_IGN)
+    assert signal.signal(signal.SIGUSR1, before) is signal.SIG_IGN
+
+
+def test_outside_the_main_thread_nothing_is_patched() -> None:
+    """Of two threads the one that ended last put the other's patch back, for good."""
+
+    def hold() -> object:
+        with Interrupts() as interrupts, interrupts.held():
+            return signal.signal
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(hold).result(10) is signal.signal
