@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from ...broker.errors import ConfigError
+from .exits import text_of
 
 
 class NotImportableError(ConfigError):
@@ -76,6 +77,6 @@ def _import_module(module_name: str, where: str) -> ModuleType:
 
 def _broken_module(module_name: str, where: str, error: BaseException) -> NotImportableError:
     return NotImportableError(
-        f"{where}: importing module {module_name!r} failed with {type(error).__name__}: {error}; "
+        f"{where}: importing module {module_name!r} failed with {type(error).__name__}: {text_of(error)}; "
         f"`python -c 'import {module_name}'` shows the same"
     )

@@ -35,8 +35,14 @@ def load_environment(name: str) -> Environment:
 
 def require_environment(name: str) -> None:
     """Raise what `load_environment` would, `NotImportableError` for a module that is not here; nothing is made."""
+    made = _class_of(name)
     try:
-        inspect.signature(_class_of(name)).bind()
+        signature = inspect.signature(made)
+    except ValueError:
+        # Builtins and classes of C extensions may have none; whether they can be made is seen when they are.
+        return
+    try:
+        signature.bind()
     except TypeError as error:
         raise _needs_arguments(name, error) from error
 

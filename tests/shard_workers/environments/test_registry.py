@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from rolloutbus.broker.errors import ConfigError
 from rolloutbus.shard_workers.environments import load_environment
 from rolloutbus.shard_workers.environments.functions import FunctionsEnvironment
-from rolloutbus.shard_workers.environments.import_path import NotImportableError
+from rolloutbus.shard_workers.environments.import_path import NotImportableError, import_object, search_first
 from rolloutbus.shard_workers.environments.registry import BUILT_IN, require_environment
 
 SOURCE = """
@@ -27,6 +28,11 @@ class Half:
 
 class Demanding(Whole):
     def __init__(self, path): ...
+
+class Unsigned(Whole, dict): ...
+
+class Unreadable(Exception):
+    def __str__(self): raise SystemExit("no message")
 
 def factory(): ...
 """
@@ -93,3 +99,16 @@ def test_a_reserved_name_that_is_not_shipped_says_so(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(BUILT_IN, "reserved_probe", ("not_written_yet", "Nothing"))
     with pytest.raises(ConfigError, match="this version of rolloutbus does not ship it"):
         load_environment("reserved_probe")
+
+
+def test_a_class_without_a_signature_is_fine() -> None:
+    search_first([Path.cwd()])
+    with pytest.raises(ValueError, match="no signature"):
+        inspect.signature(import_object("third_party_probe:Unsigned", "key"))
+    require_environment("third_party_probe:Unsigned")
+
+
+def test_a_module_whose_error_cannot_be_read_is_told_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "unreadable_probe.py").write_text("from third_party_probe import Unreadable\nraise Unreadable\n")
+    with pytest.raises(NotImportableError, match="failed with Unreadable: \\(its message cannot be read: SystemExit"):
+        require_environment("unreadable_probe:Class")
