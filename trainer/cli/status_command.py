@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ...broker.channel import Link
 from ...broker.client_transitions import cancel_batch
-from ...broker.errors import BrokerTimeoutError, BrokerUnavailableError, UnknownBatchError
+from ...broker.errors import BrokerTimeoutError, BrokerUnavailableError, ConfigError, UnknownBatchError
 from ...broker.inspection import RunState, ShardState, ask, find_runs, inspect_run
 from ...broker.keys import Keys
 from .console import add_row, clock, new_table, out, print_json, say, seconds, show_table
@@ -21,7 +21,8 @@ from .targets import AsJson, BrokerUrl, RunName, on_broker, on_run, the_run
 _SHARD_COLUMNS = ("shard", "queued", "running", "delayed", "parked", "oldest", "alive", "slots", "dead")
 _BATCH_COLUMNS = ("batch", "client", "state", "groups", "done", "failed", "run", "wait", "age", "seen")
 _INSTANCE_COLUMNS = ("instance", "host", "pid", "running", "slots")
-
+# Nobody looks that seldom, and the clock takes no number without end.
+_LONGEST_WATCH_S = 86_400.0
 
 Watch = Annotated[
     float | None,
@@ -48,12 +49,16 @@ def status(broker_url: BrokerUrl = None, run: RunName = None, as_json: AsJson = 
         runs = [(await the_run(link, run)).run] if run is not None else await find_runs(link)
         return [await inspect_run(link, name) for name in runs]
 
+    # Not all versions of Typer keep NaN out of the option's range, and it is not above anything either.
+    if watch is not None and not watch <= _LONGEST_WATCH_S:
+        raise ConfigError(f"--watch {watch:g} is no time to wait; give at most {_LONGEST_WATCH_S:.0f} seconds")
     show_all(on_broker(broker_url, look), as_json=as_json)
     while watch is not None:
         time.sleep(watch)
         try:
             states = on_broker(broker_url, look)
-        except (BrokerUnavailableError, BrokerTimeoutError) as error:
+        # A broker that was started anew may not have the run yet.
+        except (BrokerUnavailableError, BrokerTimeoutError, ConfigError) as error:
             say(f"{clock(int(time.time() * 1000))} {error}", "red")
             continue
         if out.is_terminal and not as_json:

@@ -15,7 +15,7 @@ import pytest
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import BatchCancelledError
 
-from .conftest import RUN, SHARD, Stage, call, comes_true, rows_of, take
+from .conftest import ROUTE, RUN, SHARD, Stage, call, comes_true, rows_of, take
 
 
 def test_status_counts_what_is_queued_running_and_done(stage: Stage) -> None:
@@ -80,6 +80,28 @@ def test_watching_looks_again_and_outlasts_a_restart_of_the_broker(stage: Stage,
         finally:
             watching.send_signal(signal.SIGINT)
         assert watching.wait(20) == 130
+
+
+def test_watching_a_run_outlasts_a_broker_that_has_forgotten_it(stage: Stage) -> None:
+    command = [sys.executable, "-m", "rolloutbus.trainer.cli", "status", "--run", RUN, "--watch", "0.2", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        try:
+            shown = watching.stdout
+            documents(shown)
+            stage.redis.flushall()
+            assert "there is no run" in watching.stderr.readline()
+            stage.redis.hset(stage.keys.routes, ROUTE, SHARD)
+            comes_true(lambda: documents(shown)["runs"][0]["run"] == RUN)
+        finally:
+            watching.send_signal(signal.SIGINT)
+        assert watching.wait(20) == 130
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1e300"])
+def test_watching_without_end_between_two_looks_is_refused(seconds: str) -> None:
+    assert "--watch" in call("status", "--watch", seconds, code=2).said
 
 
 def test_what_cannot_be_watched_from_the_start_is_an_error() -> None:
