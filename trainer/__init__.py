@@ -27,6 +27,11 @@ __all__ = ["Batch", "BatchCounts", "CompletedGroup", "GroupFailure", "NemoRLEnvi
 
 def __getattr__(name: str) -> Any:
     """Its names, looked up when they are first used: the command line has to say something before all is imported."""
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name], __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
