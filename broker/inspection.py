@@ -160,14 +160,15 @@ class _Look:
         self.unreadable: list[str] = []
         self._runner = runner
 
-    async def ask(self, commands: Sequence[Command], key_at: int = 1) -> list[Any]:
-        """The replies; None for a key of another type. `key_at` is the place of the key in each command."""
+    async def ask(self, commands: Sequence[Command], *, named: bool = True) -> list[Any]:
+        """The replies; None for a key of another type, which is noted if `named`: as what comes second in the command."""
         replies = await self._runner.run(commands) if commands else []
         for at, (command, reply) in enumerate(zip(commands, replies, strict=True)):
             if isinstance(reply, ReplyError):
                 if not str(reply).startswith("WRONGTYPE"):
                     raise translate(reply, "the broker")
-                self.note(str(command[key_at]), "it is of another type")
+                if named:
+                    self.note(str(command[1]), "it is of another type")
                 replies[at] = None
         return replies
 
@@ -237,8 +238,12 @@ async def _shards(
         dict.fromkeys([*known, *_named(names, "groups"), *_named(names, "delayed"), *_named(names, "parked")])
     )
     keys = look.keys
-    names_of = ((keys.groups(shard), keys.delayed(shard), keys.parked(shard)) for shard in shards)
-    glances = await look.ask([("EVAL_RO", _GLANCE, 3, *of_one) for of_one in names_of], key_at=3)
+    names_of = [(keys.groups(shard), keys.delayed(shard), keys.parked(shard)) for shard in shards]
+    glances = await look.ask([("EVAL_RO", _GLANCE, 3, *of_one) for of_one in names_of], named=False)
+    for (groups, delayed, parked), glance in zip(names_of, glances, strict=True):
+        # The glance failed at one of three keys; this names it, or them.
+        if glance is None:
+            await look.ask([("XLEN", groups), ("ZCARD", delayed), ("ZCARD", parked)])
     routes = {route: shard for route, shard in routes.items() if route != _VERSION_FIELD}
     dead = Counter(routes.get(letter.route) or routes.get(ANY_ROUTE, "") for letter in letters)
     return tuple(

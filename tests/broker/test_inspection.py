@@ -149,6 +149,18 @@ async def test_a_key_of_another_type_is_named_and_the_rest_is_told(link: Link) -
     ]
 
 
+@pytest.mark.parametrize("strange", [("delayed",), ("parked",), ("delayed", "parked"), ("groups", "parked")])
+async def test_of_a_shards_keys_those_of_another_type_are_named_and_no_other(
+    link: Link, strange: tuple[str, ...]
+) -> None:
+    """Whatever it was, `groups:` was named, and to delete that would lose the shard's work."""
+    if "groups" not in strange:
+        await add_group(link, "math")
+    await link.run([("SET", f"{KEYS.prefix}{kind}:math", "not ours") for kind in strange])
+    state = await inspect_run(link, RUN)
+    assert state.unreadable == tuple(f"{kind}:math: it is of another type" for kind in strange)
+
+
 async def test_fields_that_are_none_of_ours_are_named_and_the_rest_is_told(link: Link) -> None:
     await link.run(
         [
