@@ -161,7 +161,7 @@ class _Look:
         self._runner = runner
 
     async def ask(self, commands: Sequence[Command], *, named: bool = True) -> list[Any]:
-        """The replies; None for a key of another type, which is noted if `named`: as what comes second in the command."""
+        """The replies; None for a key of another type, noted where `named`: as what comes second in the command."""
         replies = await self._runner.run(commands) if commands else []
         for at, (command, reply) in enumerate(zip(commands, replies, strict=True)):
             if isinstance(reply, ReplyError):
