@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from .dead_letters import DeadLetter, read_dead_letters
 from .errors import UnknownBatchError
-from .inspection import ask, decoded
+from .inspection import decoded
 from .keys import GROUP_NAME, Keys
-from .steps import Runner
+from .steps import Runner, ask
 
 _PAGE = 2000
 

@@ -20,7 +20,7 @@ from .dead_letters import DeadLetter, read_dead_letters
 from .handshake import translate
 from .keys import ANY_ROUTE, GROUP_NAME, NAME_PATTERN, Keys
 from .shard_records import ShardRecord, parse_record
-from .steps import Runner
+from .steps import Runner, ask
 
 _RUN_OF_KEY = re.compile(r"rolloutbus:\{([^{}]+)\}:")
 _SCAN_COUNT = 1000
@@ -109,15 +109,6 @@ class RunState:
 
     def batch(self, batch: str) -> BatchState | None:
         return next((state for state in self.batches if state.batch == batch), None)
-
-
-async def ask(runner: Runner, commands: Sequence[Command]) -> list[Any]:
-    """The replies to `commands`; raises the first error among them as one of ours."""
-    replies = await runner.run(commands) if commands else []
-    for reply in replies:
-        if isinstance(reply, ReplyError):
-            raise translate(reply, "the broker")
-    return replies
 
 
 async def scan(runner: Runner, pattern: str) -> list[str]:

@@ -24,6 +24,13 @@ class Runner(Protocol):
     async def run(self, commands: Sequence[Command]) -> list[Any]: ...
 
 
+async def ask(runner: Runner, commands: Sequence[Command]) -> list[Any]:
+    """The replies to plain `commands`; raises the first error among them as one of ours."""
+    replies = await runner.run(commands) if commands else []
+    raise_first_error(replies)
+    return replies
+
+
 async def run_steps(runner: Runner, steps: Sequence[Step]) -> list[list[Any] | Exception]:
     """Send all steps in one write; per step its replies, or `BrokerFullError` or another of our errors."""
     return [_judge(answer) for answer in await _run(runner, steps, REPETITIONS)]

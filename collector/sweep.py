@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from ..broker.channel import Link, Payload
 from ..broker.client_transitions import ClientTransitions, OutgoingGroup
 from ..broker.errors import NoInstanceError, UnknownBatchError
-from ..broker.inspection import ask
 from ..broker.keys import Keys
 from ..broker.messages import Failure, ForeignEntryError
 from ..broker.settings import BrokerSettings
 from ..broker.shard_records import ShardRecord, parse_record
+from ..broker.steps import ask
 from .collection import BatchCollection
 
 log = logging.getLogger("rolloutbus.collector")

@@ -16,9 +16,10 @@ from rich.text import Text
 
 from ...broker.channel import Link, ReplyError
 from ...broker.errors import BrokerError, BrokerTimeoutError, BrokerUnavailableError, RolloutBusError
-from ...broker.inspection import ask, decoded, find_runs, inspect_run, scan
+from ...broker.inspection import decoded, find_runs, inspect_run, scan
 from ...broker.keys import GROUP_NAME, Keys
 from ...broker.settings import BrokerSettings, redacted
+from ...broker.steps import ask
 from .console import new_table, print_json, show_table, shown
 from .diagnosis import (
     SETTINGS_READ,

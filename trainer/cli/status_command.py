@@ -13,8 +13,9 @@ from rich.table import Table
 from ...broker.channel import Link
 from ...broker.client_transitions import cancel_batch
 from ...broker.errors import BrokerTimeoutError, BrokerUnavailableError, ConfigError, UnknownBatchError
-from ...broker.inspection import RunState, ShardState, ask, find_runs, inspect_run
+from ...broker.inspection import RunState, ShardState, find_runs, inspect_run
 from ...broker.keys import Keys
+from ...broker.steps import ask
 from .console import add_row, clock, new_table, out, print_json, say, seconds, show_table
 from .targets import AsJson, BrokerUrl, RunName, on_broker, on_run, the_run
 
