@@ -74,7 +74,7 @@ _COLLECTOR = Role(
         Grant("owner:* results:*", "del"),
         Grant("results:*", "xread xadd xdel"),
         Grant("groups:*", "xlen xrange xpending xinfo|groups xdel xack"),
-        Grant(_QUEUES, "zrange zadd zrem"),
+        Grant(_QUEUES, "zadd zrange zrem zscore"),
         Grant("events dead", "xadd"),
         Grant("instance:*", "exists"),
         Grant("routes shards", "hgetall"),
