@@ -57,6 +57,15 @@ if absent and absent > tonumber(ARGV[12]) and ARGV[10] == '1' then
   return { 'gone' }
 end
 local full = first and h[3] and tonumber(h[2] or 0) >= tonumber(h[3])
+if absent and not first then
+  -- Not among those that wait for room: its own rows, accepted before, may be what takes the room, and only it can free it.
+  if not suspect then r.status = 'delayed' end
+  save(KEYS[1], group, r)
+  redis.call('XACK', KEYS[2], WORKERS, entry)
+  redis.call('ZADD', KEYS[9], now + 200, batch .. ' ' .. group .. ' ' .. entry .. ' -')
+  live_with(KEYS[9], KEYS[2])
+  return { 'parked' }
+end
 if absent or full then
   r.status = 'parked'
   save(KEYS[1], group, r)

@@ -383,6 +383,23 @@ async def abandon(stage: Stage, client: ClientTransitions) -> None:
     await stage.owner_absent(stage.settings.abandon_after_s + 1, client)
 
 
+async def test_a_group_lost_while_its_owner_was_away_is_not_kept_out_by_its_own_rows(stage: Stage):
+    """It waited for room with those that had never run, and the rows accepted of it were what took the room."""
+    batch = await stage.sealed(1)
+    dead, heir = stage.worker("math/0"), stage.worker("math/1")
+    attempt = await stage.taken(dead)
+    await stage.expire_lease(attempt.group)
+    group = await stage.claimed(heir)
+    await stage.owner_absent(60, batch.client)
+    assert (await heir.take(group, "t", observing=False, crash_limit=5)).status == "parked"
+    await batch.client.own()
+    await stage.raw("HSET", stage.keys.batch(batch.id), "unread_bytes", 1 << 40)
+    for member in await stage.raw("ZRANGE", stage.keys.delayed(SHARD), 0, -1):
+        await stage.raw("ZADD", stage.keys.delayed(SHARD), 0, member)
+    again = await stage.taken(heir, await stage.claimed(heir))
+    assert (await stage.finish(heir, again)).status == "ok"
+
+
 async def test_groups_of_an_owner_gone_for_good_are_dropped_and_counted(stage: Stage):
     batch = await stage.sealed(3)
     worker = stage.worker()
