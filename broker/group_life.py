@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from .dead_letters import DeadLetter, read_dead_letters
 from .errors import UnknownBatchError
+from .group_record import GroupRecord, parse_group_record
 from .inspection import decoded
 from .keys import GROUP_NAME, Keys
 from .steps import Runner, ask
@@ -20,30 +21,13 @@ _PAGE = 2000
 
 @dataclass(frozen=True, slots=True)
 class GroupEvent:
-    """One thing that happened: published, taken, accepted, finished, lost, refused, retry, released, dead."""
+    """One thing that happened: published, taken, accepted, finished, lost, refused, retry, released, found, dead."""
 
     at_ms: int
     kind: str
     attempt: int
     instance: str
     detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRecord:
-    """Where a group stands now. `idle_s`: seconds since its lease was renewed, None unless it runs; `first_take_ms` is
-    0 before.
-    """
-
-    status: str
-    attempt: int
-    instance: str
-    entry: str
-    infra_failures: int
-    data_failures: int
-    accepted_rows: int
-    first_take_ms: int
-    idle_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +51,8 @@ class GroupLife:
 async def read_group_life(runner: Runner, keys: Keys, batch: str, group: int) -> GroupLife:
     """Everything known of the group; raises `UnknownBatchError` when that is nothing."""
     time, fields = await ask(runner, [("TIME",), ("HMGET", keys.batch(batch), "state", f"g:{group}", "shards")])
-    state, raw, shards = (word.decode(errors="replace") if word else "" for word in fields)
+    state, shards = (word.decode(errors="replace") if word else "" for word in (fields[0], fields[2]))
+    raw: bytes = fields[1] or b""
     events, since = await _read_events(runner, keys, batch, group)
     letters = [
         letter for letter in await read_dead_letters(runner, keys) if (letter.batch, letter.group) == (batch, group)
@@ -115,16 +100,11 @@ def _event(at_ms: int, fields: Mapping[str, str]) -> GroupEvent:
     return GroupEvent(at_ms, fields.get("kind", ""), number, fields.get("instance", ""), fields.get("detail", ""))
 
 
-async def _read_record(runner: Runner, keys: Keys, raw: str, shards: Sequence[str]) -> GroupRecord | None:
-    """The record as prelude.lua describes it, None for another; its token stays here."""
-    try:
-        status, attempt, _, instance, entry, infra, data, accepted, _, first_take = raw.split(" ")
-        record = GroupRecord(
-            status, int(attempt), instance, entry, int(infra), int(data), int(accepted), int(first_take)
-        )
-    except ValueError:
-        return None
-    return replace(record, idle_s=await _idle_s(runner, keys, entry, shards)) if status == "running" else record
+async def _read_record(runner: Runner, keys: Keys, raw: bytes, shards: Sequence[str]) -> GroupRecord | None:
+    record = parse_group_record(raw)
+    if record is None or record.status != "running":
+        return record
+    return replace(record, idle_s=await _idle_s(runner, keys, record.entry, shards))
 
 
 async def _idle_s(runner: Runner, keys: Keys, entry: str, shards: Sequence[str]) -> float | None:

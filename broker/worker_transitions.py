@@ -285,7 +285,7 @@ class WorkerTransitions:
         command = SCRIPTS["fail"].call(
             [keys.batch(group.batch), self._groups, self._delayed, keys.results(group.client, self._identity.shard),
              keys.dead, keys.events],
-            group.batch, group.group, group.route, group.entry, group.first_row, group.rows, attempt.token,
+            group.batch, group.group, group.route, group.first_row, group.rows, attempt.token,
             self._identity.label, failure.failure_class, limit, int(delay_s * 1000), failure.packed(),
             f"{failure.type}: {failure.message}"[:300],
         )  # fmt: skip
@@ -296,7 +296,7 @@ class WorkerTransitions:
         group, keys = attempt.group, self._keys
         command = SCRIPTS["release"].call(
             [keys.batch(group.batch), self._groups, self._delayed, keys.events],
-            group.batch, group.group, group.entry, attempt.token, self._identity.label,
+            group.batch, group.group, attempt.token, self._identity.label,
         )  # fmt: skip
         return (await run_step(self._runner, command))[0][0].decode()
 

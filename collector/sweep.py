@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ..broker.channel import Link, Payload
 from ..broker.client_transitions import ClientTransitions, OutgoingGroup
 from ..broker.errors import NoInstanceError, UnknownBatchError
+from ..broker.group_record import parse_group_record
 from ..broker.keys import Keys
 from ..broker.messages import Failure, ForeignEntryError
 from ..broker.settings import BrokerSettings
@@ -70,14 +71,13 @@ def outline(batch: str, group: int, shard: str, route: str, rows: int, first_row
 
 
 def parse_state(group: int, raw: bytes) -> GroupState:
-    """A record `g:<group>` of the batch hash, see prelude.lua; raises `ForeignEntryError` for what is none."""
-    try:
-        status, attempt, _, instance, entry, _, _, _, _, first_take = raw.decode().split(" ")
-        return GroupState(group, status, int(attempt), instance, entry, int(first_take))
-    except ValueError:
+    """The group's record; raises `ForeignEntryError` for what is none."""
+    record = parse_group_record(raw)
+    if record is None:
         raise ForeignEntryError(
             f"the record of group {group} was changed by somebody ({raw[:60]!r}); cancel the batch and run it again"
-        ) from None
+        )
+    return GroupState(group, record.status, record.attempt, record.instance, record.entry, record.first_take_ms)
 
 
 class Sweeper:
@@ -89,7 +89,7 @@ class Sweeper:
         keys: Keys,
         link: Link,
         transitions: ClientTransitions,
-        taken_in: Callable[[str], float] = lambda shard: float("inf"),
+        taken_in: Callable[[str], float],
     ) -> None:
         self._settings = settings
         self._keys = keys

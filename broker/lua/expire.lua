@@ -31,7 +31,7 @@ local h = redis.call('HMGET', KEYS[1], 'state', 'owner', 'g:' .. group)
 if not h[1] or h[1] == 'closed' then return { 'gone' } end
 if h[2] ~= ARGV[7] then return { 'not-owner' } end
 local r = parse(h[3])
-if not r or r.status == 'done' or r.status == 'handed' or r.status == 'failed' then return { 'over' } end
+if not r or has_ended(r) then return { 'over' } end
 if ARGV[8] == 'deadline' and (tonumber(r.first_take) == 0 or now_ms() - tonumber(r.first_take) < tonumber(ARGV[9])) then return { 'early' } end
 if ARGV[8] == 'no_instance' and r.status == 'running' then
   -- Whoever ran it has not renewed for so long, and nobody is there to take it over.
@@ -47,10 +47,7 @@ if ARGV[8] == 'vanished' then
   if r.entry == '-' then return { 'early' } end
   if #redis.call('XRANGE', KEYS[2], r.entry, r.entry) > 0 then
     if #waits > 0 or redis.call('ZSCORE', KEYS[4], member) or not is_forgotten(KEYS[2], r.entry) then return { 'early' } end
-    if r.status ~= 'suspect' then r.status = 'delayed' end
-    save(KEYS[1], group, r)
-    redis.call('ZADD', KEYS[3], now_ms(), member .. ' -')
-    live_with(KEYS[3], KEYS[2])
+    delay(KEYS[1], KEYS[2], KEYS[3], batch, group, r, now_ms(), '-')
     note(KEYS[7], 'found', batch, group, r.attempt, r.instance, 'its delivery was forgotten; it is due again')
     return { 'again' }
   end

@@ -17,6 +17,8 @@ local function parse(raw)
   return r.status and r or nil
 end
 
+local function has_ended(r) return r.status == 'done' or r.status == 'handed' or r.status == 'failed' end
+
 local function save(batch, group, r)
   redis.call('HSET', batch, 'g:' .. group, string.format('%s %d %s %s %s %d %d %d %d %d', r.status, tonumber(r.attempt), r.token,
     r.instance, r.entry, tonumber(r.infra), tonumber(r.data), tonumber(r.accepted), tonumber(r.bytes), tonumber(r.first_take)))
@@ -42,6 +44,16 @@ end
 local function live_with(key, stream)
   local ttl = redis.call('PTTL', stream)
   if ttl > 0 then redis.call('PEXPIRE', key, math.max(1000, ttl)) end
+end
+
+-- Sets a group aside until `due` (ms), for anybody but the instance `avoid` ('-': nobody is avoided). Its entry stays on the stream, pending
+-- for nobody, and one on its last chance stays that.
+local function delay(batch_key, groups, delayed, batch, group, r, due, avoid)
+  if r.status ~= 'suspect' then r.status = 'delayed' end
+  save(batch_key, group, r)
+  redis.call('XACK', groups, WORKERS, r.entry)
+  redis.call('ZADD', delayed, due, batch .. ' ' .. group .. ' ' .. r.entry .. ' ' .. avoid)
+  live_with(delayed, groups)
 end
 
 -- A write by an attempt that lost its lease is refused, counted and noted.

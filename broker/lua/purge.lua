@@ -7,7 +7,7 @@ local function purge(batch_key, batch, shards, ids)
   for i = 1, #all, 2 do
     if string.sub(all[i], 1, 2) == 'g:' then
       local r = parse(all[i + 1])
-      if not r or (r.status ~= 'done' and r.status ~= 'handed' and r.status ~= 'failed') then
+      if not r or not has_ended(r) then
         unfinished = unfinished + 1
         if r and r.entry ~= '-' then
           for _, shard in ipairs(shards) do drop(shard.groups, r.entry) end

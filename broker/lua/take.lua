@@ -11,7 +11,7 @@ local held = redis.call('XPENDING', KEYS[2], WORKERS, entry, entry, 1)
 if #held == 0 or held[1][2] ~= ARGV[8] then return { 'stale' } end
 local h = redis.call('HMGET', KEYS[1], 'state', 'unread_bytes', 'max_unread_bytes', 'rank', 'g:' .. group)
 local r = parse(h[5])
-if not h[1] or h[1] == 'closed' or (r and (r.status == 'done' or r.status == 'handed' or r.status == 'failed')) then
+if not h[1] or h[1] == 'closed' or (r and has_ended(r)) then
   drop_entry(KEYS[2], entry)
   return { 'gone' }
 end
@@ -40,10 +40,7 @@ if r.status == 'running' and r.token ~= token then
 end
 local suspect = r.status == 'suspect'
 if suspect and runs_suspect(KEYS[10], string.match(KEYS[1], '^(.*:batch:)')) then
-  save(KEYS[1], group, r)
-  redis.call('XACK', KEYS[2], WORKERS, entry)
-  redis.call('ZADD', KEYS[9], now + 500, batch .. ' ' .. group .. ' ' .. entry .. ' -')
-  live_with(KEYS[9], KEYS[2])
+  delay(KEYS[1], KEYS[2], KEYS[9], batch, group, r, now + 500, '-')
   return { 'suspect' }
 end
 
@@ -59,11 +56,7 @@ end
 local full = first and h[3] and tonumber(h[2] or 0) >= tonumber(h[3])
 if absent and not first then
   -- Not among those that wait for room: its own rows, accepted before, may be what takes the room, and only it can free it.
-  if not suspect then r.status = 'delayed' end
-  save(KEYS[1], group, r)
-  redis.call('XACK', KEYS[2], WORKERS, entry)
-  redis.call('ZADD', KEYS[9], now + 200, batch .. ' ' .. group .. ' ' .. entry .. ' -')
-  live_with(KEYS[9], KEYS[2])
+  delay(KEYS[1], KEYS[2], KEYS[9], batch, group, r, now + 200, '-')
   return { 'parked' }
 end
 if absent or full then

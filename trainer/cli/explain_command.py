@@ -23,6 +23,7 @@ _WORDS = {
     "refused": "write refused",
     "retry": "failed, will retry",
     "released": "handed back",
+    "found": "found again",
     "dead": "failed for good",
 }
 
