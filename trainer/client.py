@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..broker.errors import RouteError, UnknownBatchError, UsageError
+from ..broker.messages import ForeignEntryError
 from ..broker.settings import BrokerSettings
 from ..collector.sweep import ABANDONED
 from ..collector.timing import DEFAULT_PREFIX
@@ -165,22 +166,13 @@ class RolloutClient:
                 f"batch {batch_id} is not on the broker: it was closed, abandoned after its client stayed away, "
                 "or never existed"
             )
-        size, total = int(record["group_size"]), int(record["rows"])
-        known = rows if rows is not None else [{"_rowidx": index} for index in range(total)]
-        if len(known) != total:
-            raise UnknownBatchError(
-                f"batch {batch_id} has {total} rows, but {len(known)} were given; give the rows it was published with"
-            )
-        groups = _laid_out(record["layout"], size, rows or ())
-        session = new_session(batch_id, known, groups, size, rows_mode=False)
-        session.publication.placed.update(range(int(record["published"])))
-        for group in range(total // size):
-            status, _, token, *_ = record.get(f"g:{group}", "cancelled - -").split(" ")
-            told = status == "failed" and token == "told"
-            if status == "cancelled" and int(record["cancelled"]):
-                session.collection.fail(group, ABANDONED)
-            elif told or status in ("handed", "cancelled"):
-                session.collection.skip(group, completed=status == "handed", failed=told)
+        try:
+            session = _session_again(batch_id, record, rows)
+        except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
+            raise ForeignEntryError(
+                f"the record of batch {batch_id} was changed by somebody ({error!r}); end it with "
+                f"`rolloutbus cancel {batch_id}`, and run it again"
+            ) from error
         await self._engine.sessions.resume(session)
         ready.append(session)
 
@@ -229,6 +221,27 @@ def _require_no_loop() -> None:
         "`await asyncio.to_thread(RolloutClient.run_sync, url, rows, num_generations, run=…)`, or use "
         "`async with RolloutClient.connect(…)`"
     )
+
+
+def _session_again(batch_id: str, record: Mapping[str, str], rows: Sequence[dict[str, Any]] | None) -> Session:
+    """The session of a batch as its record on the broker tells it, groups that are over told as such."""
+    size, total = int(record["group_size"]), int(record["rows"])
+    known = rows if rows is not None else [{"_rowidx": index} for index in range(total)]
+    if len(known) != total:
+        raise UnknownBatchError(
+            f"batch {batch_id} has {total} rows, but {len(known)} were given; give the rows it was published with"
+        )
+    groups = _laid_out(record["layout"], size, rows or ())
+    session = new_session(batch_id, known, groups, size, rows_mode=False)
+    session.publication.placed.update(range(int(record["published"])))
+    for group in range(total // size):
+        status, _, token, *_ = record.get(f"g:{group}", "cancelled - -").split(" ")
+        told = status == "failed" and token == "told"
+        if status == "cancelled" and int(record["cancelled"]):
+            session.collection.fail(group, ABANDONED)
+        elif told or status in ("handed", "cancelled"):
+            session.collection.skip(group, completed=status == "handed", failed=told)
+    return session
 
 
 def _laid_out(layout: str, size: int, rows: Sequence[dict[str, Any]]) -> list[PromptGroup]:

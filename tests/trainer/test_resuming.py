@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rolloutbus.broker.client_transitions import ClientTransitions
 from rolloutbus.broker.errors import UnknownBatchError, UsageError
+from rolloutbus.broker.messages import ForeignEntryError
 from rolloutbus.collector import Collector
 from rolloutbus.trainer import BatchCounts, RolloutClient
 
@@ -240,6 +241,21 @@ async def test_another_clients_batch_is_told_as_such_and_left_alone(stack: Stack
         await other.resume(batch_id)
     await stack.worker()
     assert await resumed(await stack.connected(name_wait_s=10.0), batch_id) == 10
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("g:0", "running"), ("group_size", "0"), ("published", "many"), ("layout", "[1]")]
+)
+@within(30)
+async def test_a_record_that_was_changed_by_hand_is_told_as_such(stack: Stack, field: str, value: str) -> None:
+    batch_id = await left_by_a_killed_trainer(stack)
+    stack.redis.hset(stack.keys.batch(batch_id), field, value)
+    client = await stack.connected(name_wait_s=10.0)
+    with pytest.raises(
+        ForeignEntryError, match=f"record of batch {batch_id} was changed .* `rolloutbus cancel {batch_id}`"
+    ):
+        await client.resume(batch_id)
+    stack.strays_expected = True
 
 
 @within(20)
