@@ -193,12 +193,15 @@ class WorkerTransitions:
             return Taken(reply[0].decode())
         return Taken("ok", reply[1], reply[2], reply[3], reply[4], _positions(reply[5]), reply[6])
 
-    async def claim(self, limit: int, *, observing: bool, alone: bool) -> Claimed:
-        """Take over what may run again: due retries, parked groups with room, expired leases (if `observing`)."""
+    async def claim(self, limit: int, *, observing: bool, peers: Sequence[str]) -> Claimed:
+        """Take over what may run again: due retries, parked groups with room, expired leases (if `observing`).
+
+        A retry is left to those of `peers`, the living ones, that have not failed its group, if this instance has.
+        """
         command = SCRIPTS["claim"].call(
             [self._groups, self._delayed, self._parked],
-            self._identity.consumer, self._identity.label, self.settings.lease_ms, limit, int(observing), int(alone),
-            self._keys.prefix, self.settings.abandon_ms,
+            self._identity.consumer, self._identity.label, self.settings.lease_ms, limit, int(observing),
+            self._keys.prefix, self.settings.abandon_ms, *peers,
         )  # fmt: skip
         entries, due, parked = (await run_step(self._runner, command))[0]
         return Claimed([entry.decode() for entry in entries], None if due < 0 else due, parked)
@@ -307,16 +310,14 @@ class WorkerTransitions:
             SCRIPTS["set_aside"].call([self._groups, self._keys.dead, self._keys.events], entry, reason),
         )
 
-    async def peers_alive(self) -> bool:
-        """Whether another instance of this shard shows signs of life."""
+    async def living_peers(self) -> list[str]:
+        """The labels of the other instances of this shard that show signs of life."""
         record = (await self._runner.run([("HGET", self._keys.shards, self._identity.shard)]))[0]
         known = parse_record(record if isinstance(record, bytes) else None)
-        labels = (
-            [label for label in known.instances(self._identity.shard) if label != self._identity.label] if known else []
-        )
-        if not labels:
-            return False
-        return bool((await self._runner.run([("EXISTS", *map(self._keys.instance, labels))]))[0])
+        labels = known.instances(self._identity.shard) if known else []
+        others = [label for label in labels if label != self._identity.label]
+        alive = await self._runner.run([("EXISTS", self._keys.instance(label)) for label in others]) if others else []
+        return [label for label, is_alive in zip(others, alive, strict=True) if is_alive == 1]
 
     async def leave(self) -> None:
         """Take this instance off the books; called when it stops for good."""

@@ -211,9 +211,9 @@ class ShardWorker:
     async def _claim_once(self) -> float:
         """Look once for groups that may run again; returns the seconds until the next look."""
         try:
-            alone = not await self._transitions.peers_alive()
+            peers = await self._transitions.living_peers()
             free = self._slots.free
-            claimed = await self._transitions.claim(free, observing=self._observing(), alone=alone)
+            claimed = await self._transitions.claim(free, observing=self._observing(), peers=peers)
             for raw in await self._transitions.fetch(claimed.entries):
                 await self._admit(raw)
             if claimed.entries and not self._slots.free:

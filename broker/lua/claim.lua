@@ -1,9 +1,9 @@
 #!lua flags=allow-oom
 -- Finds groups that may run again: due retries, parked ones whose batch has room, and those whose lease expired.
--- KEYS: groups, delayed, parked | ARGV: consumer, instance, lease_ms, limit, observing(0|1), alone(0|1), run prefix, abandon_ms
+-- KEYS: groups, delayed, parked | ARGV: consumer, instance, lease_ms, limit, observing(0|1), run prefix, abandon_ms, living peer …
 -- { {entry, …}, ms until the next retry for this instance is due or -1, parked groups }. Claimed entries must be read and taken as any other.
 local groups, consumer, limit = KEYS[1], ARGV[1], tonumber(ARGV[4])
-local lease_ms, prefix, now, out = tonumber(ARGV[3]), ARGV[7], now_ms(), {}
+local lease_ms, prefix, now, out = tonumber(ARGV[3]), ARGV[6], now_ms(), {}
 if not is_stream(groups) then return { out, -1, 0 } end
 
 local function claim(entry, idle, force)
@@ -13,13 +13,24 @@ local function claim(entry, idle, force)
   if #got > 0 then out[#out + 1] = entry end
 end
 
+-- Whether a group that failed on `labels`, the last one last, may run here: first on whoever has not failed it, then on any but the last.
+local function may_run_here(labels)
+  local failed_on, last = {}, nil
+  for label in string.gmatch(labels, '[^,]+') do failed_on[label], last = true, label end
+  if not failed_on[ARGV[2]] then return true end
+  for i = 8, #ARGV do
+    if last == ARGV[2] or not failed_on[ARGV[i]] then return false end
+  end
+  return true
+end
+
 -- Of groups on their last chance one at a time: if one is what kills its instances, the others would be lost with it, taken or not.
 local has_suspect, more_due = runs_suspect(prefix .. 'instance:' .. ARGV[2], prefix .. 'batch:'), false
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, limit * 4)) do
-  local batch, group, entry, avoid = string.match(member, '^(%S+) (%S+) (%S+) (%S+)$')
+  local batch, group, entry, labels = string.match(member, '^(%S+) (%S+) (%S+) (%S+)$')
   local r = parse(redis.call('HGET', prefix .. 'batch:' .. batch, 'g:' .. group))
   local suspect = r and r.status == 'suspect'
-  if (ARGV[6] == '1' or avoid ~= ARGV[2]) and not (suspect and has_suspect) then
+  if may_run_here(labels) and not (suspect and has_suspect) then
     if #out >= limit then more_due = true break end
     redis.call('ZREM', KEYS[2], member)
     claim(entry, 0, true)
@@ -31,7 +42,7 @@ local function has_room(batch)
   local h = redis.call('HMGET', prefix .. 'batch:' .. batch, 'state', 'unread_bytes', 'max_unread_bytes', 'client')
   if not h[1] or h[1] == 'closed' then return nil end
   local absent = owner_absence(prefix .. 'owner:' .. h[4], lease_ms, now)
-  if absent then return ARGV[5] == '1' and absent > tonumber(ARGV[8]) end  -- claimed only to be dropped by take
+  if absent then return ARGV[5] == '1' and absent > tonumber(ARGV[7]) end  -- claimed only to be dropped by take
   return tonumber(h[2] or 0) < tonumber(h[3])
 end
 

@@ -20,7 +20,14 @@ if r[ARGV[8]] >= tonumber(ARGV[9]) then
     { batch = batch, group = group, route = ARGV[3], rows = ARGV[5], first_row = ARGV[4], reason = ARGV[12], failure = ARGV[11] }, r)
   return { 'dead' }
 end
-delay(KEYS[1], KEYS[2], KEYS[3], batch, group, r, now_ms() + tonumber(ARGV[10]), ARGV[7])
+local failed_on = {}
+for label in string.gmatch(redis.call('HGET', KEYS[1], 'failed_on:' .. group) or '', '[^,]+') do
+  if label ~= ARGV[7] then failed_on[#failed_on + 1] = label end
+end
+failed_on[#failed_on + 1] = ARGV[7]
+failed_on = table.concat(failed_on, ',')
+redis.call('HSET', KEYS[1], 'failed_on:' .. group, failed_on)
+delay(KEYS[1], KEYS[2], KEYS[3], batch, group, r, now_ms() + tonumber(ARGV[10]), failed_on)
 redis.call('HINCRBY', KEYS[1], 'retries', 1)
 note(KEYS[6], 'retry', batch, group, r.attempt, ARGV[7], ARGV[8] .. ': ' .. ARGV[12])
 return { 'retry' }

@@ -46,13 +46,13 @@ local function live_with(key, stream)
   if ttl > 0 then redis.call('PEXPIRE', key, math.max(1000, ttl)) end
 end
 
--- Sets a group aside until `due` (ms), for anybody but the instance `avoid` ('-': nobody is avoided). Its entry stays on the stream, pending
--- for nobody, and one on its last chance stays that.
-local function delay(batch_key, groups, delayed, batch, group, r, due, avoid)
+-- Sets a group aside until `due` (ms), for others than `failed_on` while there are any: labels joined by commas, the last one last, or '-'.
+-- Its entry stays on the stream, pending for nobody, and one on its last chance stays that.
+local function delay(batch_key, groups, delayed, batch, group, r, due, failed_on)
   if r.status ~= 'suspect' then r.status = 'delayed' end
   save(batch_key, group, r)
   redis.call('XACK', groups, WORKERS, r.entry)
-  redis.call('ZADD', delayed, due, batch .. ' ' .. group .. ' ' .. r.entry .. ' ' .. avoid)
+  redis.call('ZADD', delayed, due, batch .. ' ' .. group .. ' ' .. r.entry .. ' ' .. failed_on)
   live_with(delayed, groups)
 end
 

@@ -81,7 +81,7 @@ async def play(runner: Recording, run: str, client_name: str, shard: str, label:
         await client.seal(batch)
     await worker.prepare()
     await worker.register()
-    await worker.peers_alive()
+    await worker.living_peers()
     attempts: list[Attempt] = []
     command = ("XREADGROUP", "GROUP", "workers", f"{label}:i", "COUNT", 5, "STREAMS", keys.groups(shard), ">")
     for raw in (await runner.run([command]))[0][0][1]:
@@ -95,7 +95,7 @@ async def play(runner: Recording, run: str, client_name: str, shard: str, label:
     await worker.accept([Acceptance(attempts[0], rows, True), Acceptance(attempts[1], rows, True)])
     await worker.fail(attempts[2], failure, limit=1, delay_s=0)
     await worker.release(attempts[3])
-    await worker.fetch((await worker.claim(5, observing=True, alone=True)).entries)
+    await worker.fetch((await worker.claim(5, observing=True, peers=())).entries)
     await worker.set_aside(attempts[4].group.entry, "why")
     await worker.unseen()
     await client.handed("b0", shard, [0], ["1-1"], 1)

@@ -72,7 +72,7 @@ class Interleaving(RuleBasedStateMachine):
     @rule(at=WORKERS, observing=st.booleans())
     def claim(self, at: int, observing: bool) -> None:
         worker = self.workers[at]
-        for raw in run(worker.fetch(run(worker.claim(2, observing=observing, alone=True)).entries)):
+        for raw in run(worker.fetch(run(worker.claim(2, observing=observing, peers=())).entries)):
             self._take(worker, raw)
 
     @precondition(lambda self: self.attempts)

@@ -37,13 +37,13 @@ LATE_MS = 2000
 
 
 class Wait(NamedTuple):
-    """When a group was due between two holders. `avoid` is the label that is not to have it while it has a peer."""
+    """When a group was due between two holders. `failed_on` are labels that leave it to a peer, the last one last."""
 
     group: str
     shard: str
     kind: str
     due: Sequence[Span]
-    avoid: str = ""
+    failed_on: Sequence[str] = ()
 
 
 class Idle(NamedTuple):
@@ -146,10 +146,36 @@ class Waiting:
 
     def _able(self, process: Process, wait: Wait) -> list[Span]:
         kept = [(since, until + GRACE_MS) for since, until in process.unable]
-        if process.label == wait.avoid:
-            peers = [peer for peer in self._on(wait.shard) if peer.label != process.label]
-            kept += [(peer.up, peer.gone + ALONE_MS) for peer in peers]
+        if process.label in wait.failed_on:
+            others = {peer.label for peer in self._on(wait.shard)} - {process.label}
+            heirs = others if process.label == wait.failed_on[-1] else others.difference(wait.failed_on)
+            kept += [(peer.up, peer.gone + ALONE_MS) for peer in self._on(wait.shard) if peer.label in heirs]
+        if self._last_chance(wait.group, min((begin for begin, _ in wait.due), default=0.0)):
+            kept += self._with_another(process.label)
         return without([(process.up + STARTING_MS, process.gone)], kept)
+
+    def _last_chance(self, group: str, at: float) -> bool:
+        """Whether one more loss would be its last then, so that it runs beside no other such group."""
+        return self._last_chances.get(group, math.inf) <= at
+
+    @cached_property
+    def _last_chances(self) -> dict[str, float]:
+        losses: dict[str, list[float]] = {}
+        for event in self._evidence.events:
+            if event["kind"] == "lost":
+                losses.setdefault(f"{event['batch']}:{event['group']}", []).append(float(event["at"]))
+        most = self._plan.infra_attempts - 1
+        return {group: times[most - 1] for group, times in losses.items() if len(times) >= most}
+
+    def _with_another(self, label: str) -> list[Span]:
+        """While an instance has a group on its last chance, and after its death until that one is taken over."""
+        return [
+            (hold.begin, hold.end + SUSPECT_MS + (GRACE_MS if hold.outcome in ("", "error") else 0))
+            for process in self._evidence.processes
+            if process.label == label
+            for hold in process.holds
+            if self._last_chance(hold.group, hold.end)
+        ]
 
     def _full(self, process: Process) -> list[Span]:
         return loaded((((hold.begin, hold.end), 1) for hold in process.holds), self._plan.slots)
@@ -171,13 +197,13 @@ class Waiting:
     def _waits(self, group: str, life: Span, holds: Sequence[tuple[Process, Hold]]) -> Iterator[Wait]:
         for gap in without([life], (span for process, hold in holds for span in _covered(process, hold))):
             before = [(hold.end, process.label, hold.outcome) for process, hold in holds if hold.begin <= gap[0]]
-            _, label, outcome = max(before, default=(0, "", "fresh"))
+            _, _, outcome = max(before, default=(0, "", "fresh"))
             claimed = any(hold.claimed and hold.begin == gap[1] for _, hold in holds)
             if outcome == "fresh" and claimed and (died := self._died(self._shard(group), gap)):
                 gap, outcome = (died, gap[1]), "lost"
             kind = outcome if outcome == "fresh" else KINDS.get(outcome, "lost")
             due = without([gap], self._meant_to_wait(group, gap, outcome))
-            yield Wait(group, self._shard(group), kind, due, label if kind == "retry" else "")
+            yield Wait(group, self._shard(group), kind, due, _failed_on(before) if kind == "retry" else ())
 
     def _died(self, shard: str, gap: Span) -> float:
         """When the lease ended of a process that the group may have been sent to just when it went or was cut off."""
@@ -243,6 +269,12 @@ class Waiting:
                 until = read.get(f"{batch}:{event['group']}", math.inf) + delay
                 loads.append(((float(event["at"]), until), rows * row_bytes))
         return loaded(loads, self._plan.settings.get("max_unread_bytes", 1 << 28))
+
+
+def _failed_on(holds: Iterable[tuple[float, str, str]]) -> list[str]:
+    """The labels on which a group failed, of its holds as (end, label, outcome); the last one last."""
+    failed = [label for _, label, outcome in sorted(holds, reverse=True) if outcome == "retry"]
+    return list(dict.fromkeys(failed))[::-1]
 
 
 def _covered(process: Process, hold: Hold) -> list[Span]:

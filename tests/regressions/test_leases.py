@@ -27,7 +27,7 @@ async def _take(
 async def _claimed(transitions: WorkerTransitions) -> list[str]:
     """What can be taken over, as soon as there is something."""
     while True:
-        found = await transitions.claim(1, observing=True, alone=True)
+        found = await transitions.claim(1, observing=True, peers=())
         if found.entries:
             return found.entries
         await asyncio.sleep(0.05)

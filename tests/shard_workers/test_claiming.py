@@ -107,6 +107,20 @@ async def test_a_retry_avoids_the_instance_that_failed_while_another_is_alive(st
 
 
 @within(20)
+async def test_one_good_instance_among_failing_ones_ends_every_group(stack: Stack) -> None:
+    stack.host({"s": {"replicas": 4}})
+    bad = [WholeGroup(failing_with(ValueError("no GPU here"))) for _ in range(3)]
+    for at, environment in enumerate(bad):
+        await stack.worker(environment, label=f"s/{at}", data_attempts=4)
+    await stack.worker(EachRow(), label="s/3", data_attempts=4)
+    groups, _ = await outcome_of(stack, 12)
+    check_groups(groups, 12)
+    calls = [(at, *call) for at, environment in enumerate(bad) for call in environment.calls]
+    assert max(Counter(call[1:] for call in calls).values()) > 1, "no group failed on two of them"
+    assert len(set(calls)) == len(calls), "a group came again to one that had failed it"
+
+
+@within(20)
 async def test_a_redelivered_group_runs_whole_and_rows_accepted_before_stay_as_they_are(stack: Stack) -> None:
     runs = Counter[int]()
 

@@ -142,9 +142,11 @@ class Stage:
         await self.expire_lease(attempt.group)
         return await self.taken(heir, await self.claimed(heir), **options)
 
-    async def claimed(self, worker: WorkerTransitions, *, alone: bool = True, observing: bool = True) -> GroupEntry:
+    async def claimed(
+        self, worker: WorkerTransitions, *, peers: Sequence[str] = (), observing: bool = True
+    ) -> GroupEntry:
         """The one group that this worker may run again."""
-        found = await worker.fetch((await worker.claim(10, observing=observing, alone=alone)).entries)
+        found = await worker.fetch((await worker.claim(10, observing=observing, peers=peers)).entries)
         assert len(found) == 1, found
         return parse_group(*found[0])
 

@@ -29,7 +29,7 @@ async def test_a_failed_attempt_waits_in_delayed_until_it_is_due(stage: Stage):
     assert await worker.fail(attempt, FAILURE, limit=5, delay_s=60) == "retry"
     assert (await stage.record(batch))["status"] == "delayed"
     assert (await stage.pending(), await stage.queued()) == (0, [attempt.group.entry])
-    claimed = await stage.worker("math/1").claim(10, observing=True, alone=True)
+    claimed = await stage.worker("math/1").claim(10, observing=True, peers=())
     assert claimed.entries == []
     assert claimed.next_due_ms is not None
     assert 59_000 < claimed.next_due_ms <= 60_000
@@ -42,7 +42,7 @@ async def test_a_due_retry_is_claimed_once_with_its_failures_counted(stage: Stag
     await worker.fail(await stage.taken(worker), FAILURE, limit=5, delay_s=0)
     heir = stage.worker("math/1")
     group = await stage.claimed(heir)
-    assert (await worker.claim(10, observing=True, alone=True)).entries == []
+    assert (await worker.claim(10, observing=True, peers=())).entries == []
     taken = await heir.take(group, "t", observing=True, crash_limit=5)
     assert (taken.attempt, taken.infra_failures, taken.data_failures) == (2, 1, 0)
 
@@ -51,8 +51,40 @@ async def test_the_instance_that_failed_is_avoided_unless_it_is_alone(stage: Sta
     await stage.sealed()
     worker = stage.worker("math/0")
     await worker.fail(await stage.taken(worker), FAILURE, limit=5, delay_s=0)
-    assert (await worker.claim(10, observing=True, alone=False)).entries == []
-    assert (await stage.claimed(worker, alone=True)).group == 0
+    assert (await worker.claim(10, observing=True, peers=["math/1"])).entries == []
+    assert (await stage.claimed(worker, peers=())).group == 0
+
+
+async def test_a_group_goes_to_whoever_has_not_failed_it_before_it_comes_again_to_one_that_has(stage: Stage):
+    await stage.sealed()
+    workers = {label: stage.worker(label) for label in ("math/0", "math/1", "math/2")}
+    group = await stage.delivered(workers["math/0"])
+    for label in ("math/0", "math/1"):
+        await workers[label].fail(await stage.taken(workers[label], group), FAILURE, limit=9, delay_s=0)
+        if label == "math/0":
+            await stage.claimed(workers["math/1"])
+
+    async def claims(label: str, *peers: str) -> int:
+        return len((await workers[label].claim(10, observing=True, peers=peers)).entries)
+
+    assert await claims("math/0", "math/1", "math/2") == 0
+    assert await claims("math/1", "math/0", "math/2") == 0
+    assert await claims("math/1", "math/0") == 0, "it failed there last"
+    assert await claims("math/0", "math/1") == 1, "no peer is left that has not failed it"
+    await workers["math/0"].fail(await stage.taken(workers["math/0"], group), FAILURE, limit=9, delay_s=0)
+    assert await claims("math/0", "math/1", "math/2") == 0
+    assert await claims("math/2", "math/0", "math/1") == 1
+
+
+async def test_a_retry_that_failed_everywhere_is_left_to_others_than_the_last(stage: Stage):
+    await stage.sealed()
+    first, second = stage.worker("math/0"), stage.worker("math/1")
+    group = await stage.delivered(first)
+    for worker, heir in ((first, second), (second, first)):
+        await worker.fail(await stage.taken(worker, group), FAILURE, limit=9, delay_s=0)
+        peer = ["math/1"] if worker is first else ["math/0"]
+        assert (await worker.claim(10, observing=True, peers=peer)).entries == []
+        assert await stage.claimed(heir, peers=["math/0", "math/1"]) == group
 
 
 async def test_each_class_of_failures_has_its_own_budget(stage: Stage):
@@ -303,7 +335,7 @@ async def test_groups_on_their_last_chance_run_one_at_a_time_on_an_instance(stag
     assert (await heir.take(group, "t", observing=True, crash_limit=2)).status == "suspect"
     await all_delayed_due(stage)
     # An instance that does not run one already may have it, this one not; and nothing is due soon for this one.
-    left = await heir.claim(10, observing=True, alone=True)
+    left = await heir.claim(10, observing=True, peers=())
     assert (left.entries, left.next_due_ms) == ([], None)
     await stage.finish(heir, first)
     taken = await heir.take(await stage.claimed(heir), "t", observing=True, crash_limit=2)
@@ -324,7 +356,10 @@ async def test_of_groups_on_their_last_chance_an_instance_claims_one_and_leaves_
         assert status == "suspect"
     await stage.finish(heir, running)
     await all_delayed_due(stage)
-    assert [len((await worker.claim(10, observing=True, alone=False)).entries) for worker in (heir, peer)] == [1, 1]
+    assert [len((await worker.claim(10, observing=True, peers=["math/1"])).entries) for worker in (heir, peer)] == [
+        1,
+        1,
+    ]
 
 
 async def all_delayed_due(stage: Stage) -> None:

@@ -46,7 +46,7 @@ async def test_a_step_without_entries_is_repeated_too(stage: Stage, step: str):
     elif step == "renew":
         assert await stage.renew(worker) == []
     elif step == "claim":
-        assert (await worker.claim(1, observing=True, alone=True)).entries == []
+        assert (await worker.claim(1, observing=True, peers=())).entries == []
     elif step == "own":
         assert await batch.client.own() == 0
     else:

@@ -108,14 +108,14 @@ async def test_a_lease_that_expired_is_claimed_only_while_observing(stage: Stage
     first, second = stage.worker("math/0"), stage.worker("math/1")
     attempt = await stage.taken(first)
     await stage.expire_lease(attempt.group)
-    assert (await second.claim(10, observing=False, alone=True)).entries == []
-    assert (await second.claim(10, observing=True, alone=True)).entries == [attempt.group.entry]
+    assert (await second.claim(10, observing=False, peers=())).entries == []
+    assert (await second.claim(10, observing=True, peers=())).entries == [attempt.group.entry]
 
 
 async def test_a_living_lease_is_not_claimed(stage: Stage):
     await stage.sealed()
     await stage.taken(stage.worker("math/0"))
-    assert (await stage.worker("math/1").claim(10, observing=True, alone=True)).entries == []
+    assert (await stage.worker("math/1").claim(10, observing=True, peers=())).entries == []
 
 
 async def test_a_renewal_makes_a_lease_new(stage: Stage):
@@ -124,7 +124,7 @@ async def test_a_renewal_makes_a_lease_new(stage: Stage):
     attempt = await stage.taken(worker)
     await stage.expire_lease(attempt.group)
     assert await stage.renew(worker, attempt) == ["ok"]
-    assert (await stage.worker("math/1").claim(10, observing=True, alone=True)).entries == []
+    assert (await stage.worker("math/1").claim(10, observing=True, peers=())).entries == []
 
 
 async def test_a_claim_that_nobody_took_yet_is_undone_by_the_holders_renewal(stage: Stage):
@@ -221,11 +221,11 @@ async def test_peers_are_those_of_the_shard_that_show_signs_of_life(stage: Stage
     await stage.raw("HSET", stage.keys.shards, SHARD, '{"replicas": 2}')
     first, second = stage.worker("math/0"), stage.worker("math/1")
     await first.register()
-    assert not await first.peers_alive()
+    assert await first.living_peers() == []
     await second.register()
-    assert await first.peers_alive()
+    assert await first.living_peers() == ["math/1"]
     await second.leave()
-    assert not await first.peers_alive()
+    assert await first.living_peers() == []
     await stage.raw("DEL", stage.keys.shards)
 
 
@@ -276,7 +276,7 @@ async def test_a_group_handed_back_is_no_failure_and_anybodys_at_once(stage: Sta
     record = await stage.record(batch)
     assert (record["status"], record["infra"], record["data"]) == ("delayed", "0", "0")
     assert await stage.pending() == 0
-    again = await take(worker, await stage.claimed(worker, alone=False))
+    again = await take(worker, await stage.claimed(worker, peers=["math/1"]))
     assert (again.attempt, again.infra_failures) == (2, 0)
 
 
@@ -302,7 +302,7 @@ async def test_a_new_group_is_parked_while_too_much_is_unread_and_claimed_after(
     group = await stage.delivered(worker)
     await fill(stage, batch.id, stage.settings.max_unread_bytes)
     assert (await take(worker, group)).status == "parked"
-    claimed = await worker.claim(10, observing=True, alone=True)
+    claimed = await worker.claim(10, observing=True, peers=())
     assert (claimed.entries, claimed.parked) == ([], 1)
     await fill(stage, batch.id, stage.settings.max_unread_bytes - 1)
     assert (await take(worker, await stage.claimed(worker))).attempt == 1
@@ -328,7 +328,7 @@ async def test_a_paused_batch_does_not_block_another(stage: Stage):
         for _ in range(count):
             assert (await take(worker, await stage.delivered(worker))).status == "parked"
     await fill(stage, other.id, 0)
-    claimed = await worker.claim(2, observing=True, alone=True)
+    claimed = await worker.claim(2, observing=True, peers=())
     assert claimed.entries == list(other.entries.values())
     assert claimed.parked == 3
 
@@ -361,7 +361,7 @@ async def test_parked_groups_of_a_batch_that_vanished_are_dropped(stage: Stage):
     await fill(stage, batch.id, 1 << 40)
     assert (await take(worker, group)).status == "parked"
     await stage.raw("DEL", stage.keys.batch(batch.id))
-    assert (await worker.claim(10, observing=True, alone=True)).entries == []
+    assert (await worker.claim(10, observing=True, peers=())).entries == []
     assert await stage.queued() == []
 
 
@@ -374,7 +374,7 @@ async def test_groups_of_an_absent_owner_are_parked_until_it_is_back(stage: Stag
     group = await stage.delivered(worker)
     await stage.owner_absent(stage.settings.lease_s + 1, batch.client)
     assert (await take(worker, group)).status == "parked"
-    assert (await worker.claim(10, observing=True, alone=True)).entries == []
+    assert (await worker.claim(10, observing=True, peers=())).entries == []
     await batch.client.own()
     assert await stage.claimed(worker) == group
 
@@ -425,7 +425,7 @@ async def test_nobody_abandons_without_having_observed(stage: Stage):
     await abandon(stage, batch.client)
     assert await stage.renew(worker, running, observing=False) == ["ok"]
     assert (await take(worker, queued, observing=False)).status == "parked"
-    assert (await worker.claim(10, observing=False, alone=True)).entries == []
+    assert (await worker.claim(10, observing=False, peers=())).entries == []
     assert await stage.count(batch, "cancelled") == 0
     await batch.client.own()
 
