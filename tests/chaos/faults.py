@@ -49,6 +49,20 @@ async def _replace(stage: Stage, plan: Plan, victim: Actor) -> None:
         await stage.add_worker(victim.name)
 
 
+async def poisoned(stage: Stage, plan: Plan) -> None:
+    """A group ends whoever runs it, until it has no attempt left; each process is replaced under its label."""
+    while not stage.progress.over:
+        await stage.progress.until(lambda: bool(_killed(stage)) or stage.progress.over)
+        for victim in _killed(stage):
+            stage.struck(victim.held)
+            await asyncio.sleep(plan.replace_after_s)
+            await stage.add_worker(victim.name)
+
+
+def _killed(stage: Stage) -> list[Actor]:
+    return [worker for worker in stage.workers.values() if worker.code == -signal.SIGKILL]
+
+
 async def worker_paused(stage: Stage, plan: Plan) -> None:
     """SIGSTOP while it holds groups, past its lease, then SIGCONT: it must find out that it lost them, or its label."""
     victim = _victim(stage, plan)
@@ -249,6 +263,7 @@ async def mixed(stage: Stage, plan: Plan) -> None:
 
 FAULTS: dict[str, Fault] = {
     **{f"kill-{point}": worker_killed for point in KILL_POINTS},
+    "poison": poisoned,
     "worker-paused": worker_paused,
     "broker-restart": broker_restarted,
     "broker-cut": broker_cut,

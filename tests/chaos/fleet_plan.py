@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tests.chaos.plan import BROKER_SETTINGS, BatchPlan, Plan, ShardPlan
+from tests.chaos.plan import BROKER_SETTINGS, MANY_ATTEMPTS, BatchPlan, Plan, ShardPlan
 
 # Long enough that a start, slow as it is on a busy machine, falls into the batch.
 BATCH_S = (5.0, 10.0)
@@ -80,7 +80,7 @@ def make_fleet_plan(seed: int, only: Sequence[str] = ()) -> FleetPlan:
         seed=seed, fault=" & ".join(operation.kind for operation in operations), shards=shards, batches=batches,
         persistence=dice.choice(["everysec", "always"]), tcp=dice.random() < 0.5, slots=slots, at=0, victim=0,
         hold_s=dice.choice([0.2, 0.6, 1.2, 2.0, 3.0]), replace_after_s=0, kill_count=0,
-        trainer_delay_s=dice.choice([0.0, 0.0, 0.01]), settings=settings,
+        trainer_delay_s=dice.choice([0.0, 0.0, 0.01]), infra_attempts=MANY_ATTEMPTS, settings=settings,
     )  # fmt: skip
     start_ms, drain_s, settles = dice.choice([0, 200, 600, 600]), dice.choice([0.1, 1.0, 5.0]), dice.random() < 0.7
     room = sum(shard.replicas for shard in shards) <= NODES

@@ -68,6 +68,8 @@ MUTATIONS = (
     Mutation("take: own delivery", "take", "if #held == 0 or held[1][2] ~= ARGV[8] then", "if #held == 0 then"),
     Mutation("take: crash budget", "take", "if r.infra >= tonumber(ARGV[13]) then", "if false then"),
     Mutation("take: last chance alone", "take", "if suspect and runs_suspect(", "if false and runs_suspect("),
+    Mutation("take: room is for what never ran", "take", "if absent and not first then", "if false then"),
+    Mutation("claim: not where it failed", "claim", "if not failed_on[ARGV[2]] then", "if last ~= ARGV[2] then"),
     Mutation("claim: last chance alone", "claim", "and not (suspect and has_suspect) then", "then"),
     Mutation(
         "claim: lease",
@@ -78,6 +80,9 @@ MUTATIONS = (
     Mutation("own: one process", "own", "if holder ~= ARGV[1] and left > 0 then", "if false then"),
     Mutation("handed: owner", "handed", "if h[1] and h[2] ~= ARGV[1] then", "if false then"),
     Mutation("close: owner", "close", "if h[2] ~= ARGV[1] then", "if false then"),
+    Mutation("expire: what is forgotten", "expire", "or not is_forgotten(KEYS[2], r.entry) then", "then"),
+    Mutation("expire: a lease that runs", "expire", "held[1][3] < tonumber(ARGV[9])", "false"),
+    Mutation("adopt: own client", "adopt", "if h[2] ~= ARGV[2] then", "if false then"),
     Mutation("adopt: sealed", "adopt", "if h[1] ~= 'sealed' then", "if false then"),
     Mutation(
         "waiting: a look each second",

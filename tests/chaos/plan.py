@@ -13,6 +13,8 @@ KILL_POINTS = ("read", "start", "environment", "written", "acknowledged")
 LEASE_S = 1.5
 ABANDON_S = 6.0
 KEY_TTL_S = 30.0
+# A group that several faults hit must not die of it; one that kills its instances must, and take nobody with it.
+MANY_ATTEMPTS, FEW_ATTEMPTS = 20, 3
 # Beyond this nothing may wait, whatever was broken: several leases, a restart and a trainer's take-over fit in well.
 HARD_LIMIT_S = 75.0
 
@@ -83,6 +85,7 @@ class Plan:
     replace_after_s: float
     kill_count: int
     trainer_delay_s: float
+    infra_attempts: int
     settings: dict[str, Any]
 
     @property
@@ -106,6 +109,8 @@ def make_plan(seed: int, fault: str) -> Plan:
         tuple(_batch(dice, fault, shards, at) for at in range(dice.choice([1, 1, 2]))),
         random.Random(f"{seed}:{fault}:clients"),
     )
+    if fault == "poison":
+        batches = (_poisoned(batches[0], random.Random(f"{seed}:{fault}:group")), *batches[1:])
     needs_file = fault in ("broker-cut", "broker-restart", "mixed")
     settings = dict(BROKER_SETTINGS)
     if dice.random() < 0.3:
@@ -124,6 +129,7 @@ def make_plan(seed: int, fault: str) -> Plan:
         replace_after_s=dice.choice([0.0, 0.0, 0.5, 2.5]),
         kill_count=dice.randrange(1, 6),
         trainer_delay_s=dice.choice([0.0, 0.0, 0.01, 0.05]),
+        infra_attempts=FEW_ATTEMPTS if fault == "poison" else MANY_ATTEMPTS,
         settings=settings,
     )
 
@@ -172,3 +178,10 @@ def _batch(dice: random.Random, fault: str, shards: tuple[ShardPlan, ...], numbe
                 }
             )
     return BatchPlan(size, rows)
+
+
+def _poisoned(batch: BatchPlan, dice: random.Random) -> BatchPlan:
+    """The batch with one group that ends the process of whoever runs it."""
+    group = dice.randrange(batch.groups)
+    rows = [{**row, "trouble": "kill"} if at // batch.size == group else row for at, row in enumerate(batch.rows)]
+    return replace(batch, rows=rows)

@@ -20,7 +20,7 @@ from rolloutbus.broker.keys import Keys
 from tests.chaos.actors import Actor, Progress
 from tests.chaos.child import now_ms
 from tests.chaos.evidence import Process, holds_of
-from tests.chaos.plan import Plan
+from tests.chaos.plan import MANY_ATTEMPTS, Plan
 from tests.chaos.proxy import Proxy
 from tests.chaos.spans import Span
 
@@ -28,8 +28,7 @@ RUN = "chaos"
 PROXIED = ("net-silent", "net-reset", "net-slow", "mixed")
 DRAIN_S = 1.0
 PATIENCE_S = 15.0
-# Many attempts: a group that several faults hit must not die of it, that is another test.
-WORKER_SETTINGS = {"infra_attempts": 20, "retry_backoff_s": 0.1, "cancel_grace_s": 1.0}
+WORKER_SETTINGS = {"infra_attempts": MANY_ATTEMPTS, "retry_backoff_s": 0.1, "cancel_grace_s": 1.0}
 
 
 class Stage:
@@ -138,7 +137,13 @@ class Stage:
         if label in self.workers:
             self.retired.append(self.workers[label])
         self.workers[label] = actor
-        how = {"slots": self.plan.slots, "commit": shard.commit, "rerun": shard.rerun, **WORKER_SETTINGS}
+        how = {
+            **WORKER_SETTINGS,
+            "infra_attempts": self.plan.infra_attempts,
+            "slots": self.plan.slots,
+            "commit": shard.commit,
+            "rerun": shard.rerun,
+        }
         where = {"url": await self._address(label), "run": RUN, "shard": shard.name, "label": label}
         await actor.start(
             {**where, "settings": self.plan.settings, "worker": how, "kill_at": kill_at, "drain_s": DRAIN_S}

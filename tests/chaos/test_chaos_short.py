@@ -18,6 +18,7 @@ SEED = int(os.environ.get("CHAOS_SEED", "7"))
 SHORT = (
     "kill-read",
     "kill-written",
+    "poison",
     "worker-paused",
     "broker-restart",
     "broker-cut",

@@ -110,6 +110,15 @@ def test_rows_that_came_one_by_one_and_once_violate_nothing() -> None:
     assert violations(replace(good, journal=[groups[0], *rows, *groups[1:]])) == []
 
 
+def test_a_group_that_ends_its_instances_may_fail_and_must_not_have_results() -> None:
+    good = kept()
+    rows = [{**row, "trouble": "kill"} if at < 2 else row for at, row in enumerate(good.plan.batches[0].rows)]
+    poisoned = replace(good, plan=replace(good.plan, batches=(replace(good.plan.batches[0], rows=rows),)))
+    failure = {"kind": "failure", "number": 0, "id": "b:0", "index": 0, "why": "InstanceDied: 3 instances"}
+    assert violations(replace(poisoned, journal=[good.journal[0], failure, *good.journal[2:]])) == []
+    assert any("has results although every attempt fails" in found for found in violations(poisoned))
+
+
 def test_after_a_trainers_crash_a_group_may_come_twice_but_not_with_other_results() -> None:
     good = replace(kept(), trainer_crashed=True)
     assert violations(replace(good, journal=[*good.journal, good.journal[1]])) == []

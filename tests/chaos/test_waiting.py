@@ -110,6 +110,18 @@ FAIR = {
 }  # fmt: skip
 
 
+def test_a_group_on_its_last_chance_waits_for_another_one_and_for_nothing_else() -> None:
+    lost = [event(at, "lost", f"b:{group}") for group in (0, 2) for at in (1, 2)]
+    holds = [held(2, 3, 4000), held(0, 4, 50, "suspect"), held(0, 4400, 4500)]
+    both, one = (evidence(holds, [], *events) for events in (lost, lost[:2]))
+    both, one = (
+        replace(made, plan=replace(made.plan, slots=2, infra_attempts=3), processes=made.processes[:1])
+        for made in (both, one)
+    )
+    assert list(waited_too_long(both)) == []
+    assert any("b:0 (released) was due" in found for found in waited_too_long(one))
+
+
 @pytest.mark.parametrize("words", WAITED)
 def test_waiting_in_silence_is_noticed(words: str) -> None:
     found = list(waited_too_long(WAITED[words]))

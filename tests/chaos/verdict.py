@@ -14,6 +14,8 @@ from tests.chaos.waiting import waited_too_long
 
 # A row's result that came from somewhere else says more than its key.
 IDENTITY = ("label", "attempt", "call")
+# What rows may carry that no attempt outlives.
+DOOMED = ("always", "kill")
 CAN_CUT_TRAINER_OFF = ("net-silent", "net-reset", "net-slow", "trainer-paused", "mixed")
 
 
@@ -69,7 +71,7 @@ def _groups(evidence: Evidence) -> Iterator[str]:
             # On a busy machine a trainer may come back too late; then it is told so, and that is what was promised.
             away = evidence.trainer_crashed or evidence.plan.fault in CAN_CUT_TRAINER_OFF
             late = away and "AbandonedError" in line["why"]
-            if rows[0]["trouble"] != "always" and not evidence.data_lost and not late:
+            if rows[0]["trouble"] not in DOOMED and not evidence.data_lost and not late:
                 yield f"group {line['id']} failed without a reason of its own: {line['why']}"
             continue
         yield from _results(evidence, line, rows)
@@ -96,7 +98,7 @@ def _rows(evidence: Evidence) -> Iterator[str]:
 def _results(evidence: Evidence, line: Line, rows: Sequence[Line]) -> Iterator[str]:
     first = line["index"] * len(rows)
     shard = evidence.plan.shard(rows[0]["agent_ref"]["name"])
-    if rows[0]["trouble"] == "always":
+    if rows[0]["trouble"] in DOOMED:
         yield f"group {line['id']} has results although every attempt fails"
     by_row = line["origins"] is None
     origins = [[result["label"], result["attempt"]] for result in line["results"]] if by_row else line["origins"]
