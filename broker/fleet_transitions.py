@@ -82,6 +82,7 @@ class FleetTransitions:
         self._keys = keys
         self._settings = settings
         self._holder = holder
+        self._answers: dict[str, str] = {}
 
     async def claim(self) -> None:
         """Take the run's lease; raises `FleetError` that names the fleet that has it."""
@@ -127,10 +128,16 @@ class FleetTransitions:
 
     async def answer(self, request: Request, outcome: str) -> None:
         """Tell whoever asked: `DONE`, or why not."""
+        self._answers[request.id] = outcome
         command = SCRIPTS["fleet_answer"].call(
             [self._keys.fleet_requests], request.subject, request.id, outcome, self._settings.key_ttl_ms
         )
         await run_step(self._runner, command)
+
+    async def answer_again(self, request: Request) -> None:
+        """Repeat the answer to a request that stands although it was answered: the broker has lost its last moment."""
+        if request.id in self._answers:
+            await self.answer(request, self._answers[request.id])
 
     async def remove(self, shards: Sequence[str], labels: Sequence[str]) -> int:
         """Take the fleet's keys off the broker, but for those that another fleet has now; the number of shards whose
@@ -252,7 +259,8 @@ async def ask_fleet(link: Link, keys: Keys, settings: BrokerSettings, request: R
             )
         await asyncio.sleep(_POLL_S)
     while True:
-        answer, alive = await link.run([("HGET", keys.fleet_requests, f"answer:{request.id}"), ("EXISTS", keys.fleet)])
+        looked = ("HMGET", keys.fleet_requests, f"answer:{request.id}", f"want:{request.subject}")
+        (answer, wanted), alive = await link.run([looked, ("EXISTS", keys.fleet)])
         if answer is not None:
             await link.run([("HDEL", keys.fleet_requests, f"answer:{request.id}")])
             return _judge(request, answer.decode())
@@ -260,6 +268,11 @@ async def ask_fleet(link: Link, keys: Keys, settings: BrokerSettings, request: R
             raise FleetError(
                 f"the fleet of run {keys.run!r} went away before it answered ({request.subject}); start it again "
                 "and repeat"
+            )
+        if alive and (wanted or b"").split(b" ")[0].decode() != request.id:
+            raise FleetError(
+                f"the broker of run {keys.run!r} has lost the request {request.subject}, or the run has another fleet "
+                "now; see `rolloutbus status` whether it was carried out, and repeat it if not"
             )
         if time.monotonic() >= deadline:
             raise FleetError(

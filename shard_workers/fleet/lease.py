@@ -85,7 +85,9 @@ class FleetLease:
         elif renewal.status == "gone" and self._published is not None:
             await self._publish_again(self._published)
         for request in renewal.requests:
-            if request.id not in self._known:
+            if request.id in self._known:
+                await self._transitions.answer_again(request)
+            else:
                 self._known.add(request.id)
                 self._on_request(request)
 

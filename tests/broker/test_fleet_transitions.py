@@ -198,9 +198,36 @@ async def test_after_a_new_connection_a_fleet_is_not_taken_for_gone_before_it_co
     await link.run([("DEL", keys.fleet)])
     await asyncio.sleep(0.3)
     assert not asking.done()
-    await mine.publish(MAP)
+    await mine.renew(SHARDS, MAP.version)
     await mine.answer(request, DONE)
     await asking
+
+
+async def test_whoever_asked_is_told_that_the_broker_has_lost_it(link: Link, keys: Keys) -> None:
+    """It waited for half an hour."""
+    mine = fleet(link, keys)
+    await mine.publish(MAP)
+    asking = asyncio.create_task(ask_fleet(link, keys, link.settings, Request("id1", "scale:math", 3), 20.0))
+    await first_wishes(mine, "id1")
+    await link.run([("DEL", keys.fleet_requests)])
+    with pytest.raises(FleetError, match="has lost the request scale:math, or the run has another fleet"):
+        await asking
+
+
+async def test_an_answer_that_the_broker_has_lost_is_given_again(link: Link, keys: Keys) -> None:
+    mine = fleet(link, keys)
+    await mine.publish(MAP)
+    request = Request("id1", "scale:math", 3)
+    await link.run([("HSET", keys.fleet_requests, "want:scale:math", "id1 3")])
+    await mine.answer_again(request)
+    assert (await mine.renew(SHARDS, MAP.version)).requests == [request], "nothing was answered yet"
+    await mine.answer(request, DONE)
+    await link.run([("DEL", keys.fleet_requests), ("HSET", keys.fleet_requests, "want:scale:math", "id1 3")])
+    await mine.answer_again(request)
+    assert (await link.run([("HGETALL", keys.fleet_requests)]))[0] == [b"answer:id1", DONE.encode()]
+    await link.run([("DEL", keys.fleet_requests)])
+    await mine.answer_again(request)
+    assert (await link.run([("EXISTS", keys.fleet_requests)]))[0] == 0, "nobody reads it any more"
 
 
 async def test_a_new_fleet_is_not_bound_by_old_wishes(link: Link, keys: Keys) -> None:
