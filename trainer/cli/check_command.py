@@ -75,7 +75,8 @@ def check(
 
     Nothing is started. Which routes a shard hosts is known from the config for `functions` environments, whose
     functions are imported for it; for others give --entries. An environment class that cannot be imported here is a
-    mistake, unless the config joins a Ray cluster (rolloutbus.fleet.address), whose nodes may have it.
+    mistake, unless the config joins a Ray cluster (rolloutbus.fleet.address), whose nodes may have it. NeMo Gym need
+    not be here.
 
     Example: rolloutbus check --config examples/quickstart.yaml --rows examples/rows.jsonl
     """

@@ -15,27 +15,32 @@ from .rows import Row
 if TYPE_CHECKING:
     from ...shard_workers.fleet_config import FleetConfig
 
-_FUNCTIONS = "functions"
+_FUNCTIONS, _NEMO_GYM = "functions", "nemo_gym"
 
 Entries = dict[str, dict[str, list[str]]]
 
 
-def check_environment(fleet: FleetConfig) -> None:
+def check_environment(fleet: FleetConfig, *, starting: bool = False) -> None:
     """Raise `ConfigError` for a name that stands for no environment.
 
     A module that is not here is no mistake where the fleet joins a cluster, whose nodes may have it: that is only said.
+    So it is of NeMo Gym itself, unless the fleet is `starting` on this machine.
     """
     from ...shard_workers.environments.import_path import NotImportableError
+    from ...shard_workers.environments.nemo_gym.environment import require_gym
     from ...shard_workers.environments.registry import require_environment
     from ...shard_workers.fleet_config import cluster_address
 
     try:
         require_environment(fleet.environment)
+        if fleet.environment == _NEMO_GYM:
+            require_gym()
     except NotImportableError as error:
         address = cluster_address(fleet.fleet.address)
-        if address is None:
+        if address is None and (starting or fleet.environment != _NEMO_GYM):
             raise
-        say(f"not checked, the nodes of the cluster {address} must have it: {error}", "yellow")
+        where = f"the nodes of the cluster {address}" if address else "the machine that starts it"
+        say(f"not checked, {where} must have it: {error}", "yellow")
 
 
 def check_before_start(fleet: FleetConfig) -> Mapping[str, str] | None:
@@ -45,7 +50,7 @@ def check_before_start(fleet: FleetConfig) -> Mapping[str, str] | None:
     """
     from ...shard_workers.fleet_config import cluster_address
 
-    check_environment(fleet)
+    check_environment(fleet, starting=True)
     hosted = None if cluster_address(fleet.fleet.address) else entries_of_functions(fleet)
     return None if hosted is None else hosted_routes(fleet, hosted)
 

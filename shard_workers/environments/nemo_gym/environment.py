@@ -20,6 +20,7 @@ from ....broker.errors import ClosedError, ConfigError, EncodeError, Environment
 from ....broker.routes import route_of
 from ..base import Row, RowOutcome
 from ..identity import restore, stamped
+from ..import_path import NotImportableError
 from .errors import GymStackError, GymStartError, unpack_error
 from .settings import GymSettings, Verifier, check_group, split_config
 from .stack import GymStack
@@ -32,6 +33,15 @@ LOG_DIR_KEY = "nemo_gym_log_dir"
 # Gym answers a cancellation at once; what does not is a host that hangs.
 _END_PATIENCE_S = 10.0
 _GONE = "the process that hosts NeMo Gym has ended; its output says why"
+
+
+def require_gym() -> None:
+    """Raise `NotImportableError` where NeMo Gym is not installed."""
+    if importlib.util.find_spec("nemo_gym") is None:
+        raise NotImportableError(
+            "rolloutbus.environment: 'nemo_gym' needs NeMo Gym, which is not installed here; "
+            "use Python 3.12 or newer and install rolloutbus[nemo-gym]"
+        )
 
 
 class NemoGymEnvironment:
@@ -58,11 +68,7 @@ class NemoGymEnvironment:
         """
         if self._stack is not None:
             raise EnvironmentContractError("this environment is started already; stop it before starting it again")
-        if importlib.util.find_spec("nemo_gym") is None:
-            raise ConfigError(
-                "rolloutbus.environment: 'nemo_gym' needs NeMo Gym, which is not installed here; "
-                "use Python 3.12 or newer and install rolloutbus[nemo-gym]"
-            )
+        require_gym()
         self._settings, gym = split_config(config)
         ray_address = _address_of_running_ray()
         if ray_address:

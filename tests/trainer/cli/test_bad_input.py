@@ -215,6 +215,16 @@ def test_check_takes_entries_for_what_only_running_stacks_know(tmp_path: Path, m
     assert "says nothing of shard 'math'" in call(*common, "--entries", str(entries), code=2).said
 
 
+def test_gym_that_is_not_here_is_told_before_a_fleet_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`up` started a broker, Ray and every instance before the first one said so."""
+    monkeypatch.chdir(Path(__file__).parents[3])
+    monkeypatch.setattr("importlib.util.find_spec", dict[str, object]().get)
+    config = ("-c", "examples/quickstart.yaml", "rolloutbus.environment=nemo_gym")
+    assert "needs NeMo Gym, which is not installed here" in call("up", *config, code=2).said
+    said = " ".join(call("check", *config).said.split())
+    assert "not checked, the machine that starts it must have it" in said
+
+
 def test_the_quickstart_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])
     shown = call("check", "-c", "examples/quickstart.yaml", "--rows", "examples/rows.jsonl").out
