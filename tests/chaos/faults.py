@@ -79,6 +79,8 @@ async def worker_paused(stage: Stage, plan: Plan) -> None:
             newer = await stage.add_worker(victim.name)
             await stage.progress.until(lambda: newer.up or newer.gone)
         victim.signal(signal.SIGCONT)
+    # From here on what it does counts, also until it knows that it was replaced.
+    with victim.hindered():
         if replaced and not await victim.wait(PATIENCE_S):
             stage.complaints.append(f"{victim.name} did not end although another process has its label")
 
