@@ -23,6 +23,8 @@ from ..broker.worker_transitions import Attempt, HeldGroup, Identity, WorkerTran
 log = logging.getLogger("rolloutbus.worker")
 
 LostCallback = Callable[[str, str], None]
+# A renewal that the broker sees after the instance has signed off makes its record again, until that expires.
+_LAST_ANSWER_WITHIN_S = 1.0
 
 
 class LeaseKeeper:
@@ -49,7 +51,7 @@ class LeaseKeeper:
         self._on_replaced = on_replaced
         self._held: dict[str, HeldGroup] = {}
         self._lock = threading.Lock()
-        self._stopped = False
+        self._stopped = self._under_way = False
         self._renewing: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
         self._thread: threading.Thread | None = None
         self._owner: asyncio.AbstractEventLoop | None = None
@@ -70,17 +72,20 @@ class LeaseKeeper:
             self._held.pop(attempt.token, None)
 
     async def stop(self) -> None:
-        """End the thread; safe twice."""
+        """End the thread, and wait a moment for the answer to a renewal that is under way; safe twice."""
         with self._lock:
-            self._stopped, renewing = True, self._renewing
-        if renewing is not None:
-            loop, task = renewing
+            self._stopped, under_way = True, self._under_way
+        if self._thread is None:
+            return
+        if under_way:
+            await asyncio.to_thread(self._thread.join, _LAST_ANSWER_WITHIN_S)
+        if self._renewing is not None:
+            loop, task = self._renewing
             # Where the loop has ended there is nothing to cancel.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(task.cancel)
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
-            self._thread = None
+        await asyncio.to_thread(self._thread.join)
+        self._thread = None
 
     def _main(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
@@ -89,21 +94,32 @@ class LeaseKeeper:
     async def _renew_for_ever(self) -> None:
         task = asyncio.current_task()
         assert task is not None
-        with self._lock:
-            self._renewing = (asyncio.get_running_loop(), task)
+        self._renewing = (asyncio.get_running_loop(), task)
         link = Link(self._settings, f"leases:{self._identity.label}", load_scripts)
         transitions = WorkerTransitions(link, self._keys, self._settings, self._identity)
         try:
-            while not self._stopped:
+            while self._begins():
                 try:
                     await self._renew(link, transitions)
                 except RolloutBusError as error:
                     log.warning("%s: cannot renew its leases (%s)", self._identity.label, error)
                 except Exception:  # a thread that ends unseen would cost every group its lease
                     log.exception("%s: cannot renew its leases", self._identity.label)
+                if self._was_last():
+                    return
                 await asyncio.sleep(self._settings.renew_every_s)
         finally:
             await link.close()
+
+    def _begins(self) -> bool:
+        with self._lock:
+            self._under_way = not self._stopped
+            return self._under_way
+
+    def _was_last(self) -> bool:
+        with self._lock:
+            self._under_way = False
+            return self._stopped
 
     async def _renew(self, link: Link, transitions: WorkerTransitions) -> None:
         with self._lock:
