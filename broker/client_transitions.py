@@ -112,6 +112,12 @@ class ClientTransitions:
         status = (await run_step(self._runner, command))[0][0].decode()
         return self._check(status, spec.batch, ("ok", "repeated"))
 
+    async def make_results(self, shards: Sequence[str]) -> list[str]:
+        """Make the result streams of `shards` again that somebody deleted; of which shards they were."""
+        keys = [self._keys.owner(self.client), *(self._keys.results(self.client, shard) for shard in shards)]
+        command = SCRIPTS["make_results"].call(keys, self.incarnation, self._settings.key_ttl_ms)
+        return [shards[int(place)] for place in (await run_step(self._runner, command))[0][1:]]
+
     async def publish(self, groups: Sequence[OutgoingGroup]) -> list[Published | RolloutBusError]:
         """Publish groups in one write, each once; per group what came of it, or the error that refused it."""
         answers = await run_steps(self._runner, [self._publish_step(group) for group in groups])

@@ -104,12 +104,15 @@ class Sweeper:
         out = watched.collection.unfinished()
         if not out:
             return
+        shards = list(dict.fromkeys(watched.collection.shards[group] for group in out))
+        results = [self._keys.results(self._transitions.client, shard) for shard in shards]
         replies = await ask(
             self._link,
             [
                 ("TIME",),
                 ("HMGET", self._keys.batch(batch), "state", *(f"g:{group}" for group in out)),
                 ("HGETALL", self._keys.shards),
+                ("EXISTS", *results),
             ],
         )
         now_ms = int(replies[0][0]) * 1000 + int(replies[0][1]) // 1000
@@ -120,6 +123,8 @@ class Sweeper:
                 UnknownBatchError(f"batch {batch} is gone from the broker; somebody deleted or closed it")
             )
             return
+        if replies[3] < len(results):
+            await self._make_results(batch, shards)
         states = [parse_state(group, raw) for group, raw in zip(out, replies[1][1:], strict=True) if raw]
         if replies[1][0] == b"sealed":
             self._end_abandoned(watched, out, states)
@@ -129,6 +134,13 @@ class Sweeper:
         await self._expire_unhosted(watched, states, records, alive)
         await self._expire_vanished(watched, states, alive)
         self._warn_of_stall(watched, states, alive)
+
+    async def _make_results(self, batch: str, shards: Sequence[str]) -> None:
+        for shard in await self._transitions.make_results(shards):
+            log.error(
+                "batch %s: somebody deleted the stream of shard %s's results; it is there again. Groups whose rows went "
+                "with it fail, what was running runs again", batch, shard,
+            )  # fmt: skip
 
     def _end_abandoned(self, watched: Watched, out: Sequence[int], states: Sequence[GroupState]) -> None:
         """All groups of a sealed batch were published: one without a record was dropped while this client was away."""

@@ -6,10 +6,7 @@ local mine = redis.call('GET', KEYS[2])
 if not mine or string.match(mine, '^%S+') ~= ARGV[1] then return { 'not-owner', mine or '' } end
 for i = 3, #KEYS, 2 do
   if redis.call('EXISTS', KEYS[i]) == 0 then redis.call('XGROUP', 'CREATE', KEYS[i], WORKERS, '0', 'MKSTREAM') end
-  if redis.call('EXISTS', KEYS[i + 1]) == 0 then
-    redis.call('XGROUP', 'CREATE', KEYS[i + 1], 'none', '0', 'MKSTREAM')
-    redis.call('XGROUP', 'DESTROY', KEYS[i + 1], 'none')
-  end
+  if redis.call('EXISTS', KEYS[i + 1]) == 0 then make_stream(KEYS[i + 1]) end
   redis.call('PEXPIRE', KEYS[i], ARGV[3])
   redis.call('PEXPIRE', KEYS[i + 1], ARGV[3])
 end

@@ -40,6 +40,12 @@ local function is_stream(key)
   return (kind.ok or kind) == 'stream'
 end
 
+-- Redis makes a stream without entries only together with a consumer group.
+local function make_stream(key)
+  redis.call('XGROUP', 'CREATE', key, 'none', '0', 'MKSTREAM')
+  redis.call('XGROUP', 'DESTROY', key, 'none')
+end
+
 -- A key beside a stream lives as long as it: both are renewed together.
 local function live_with(key, stream)
   local ttl = redis.call('PTTL', stream)

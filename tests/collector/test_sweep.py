@@ -43,6 +43,8 @@ class Broker:
         self.watched = True
         self.length: Any = 2
         self.deleted: set[int] = set()
+        self.client = "c"
+        self.has_results = True
         self.asked: list[tuple[int, str]] = []
         self.expired: list[tuple[int, str]] = []
 
@@ -60,10 +62,16 @@ class Broker:
             return [self.state and self.state.encode(), *groups]
         if words[0] == "HGETALL":
             return [b"s", json.dumps(self.shard).encode()]
+        if words[0] == "EXISTS" and words[1] == KEYS.results("c", "s"):
+            return int(self.has_results)
         if words[0] == "EXISTS":
             return int(words[1].removeprefix(KEYS.instance("")) in self.alive)
         assert words == ["XLEN", KEYS.groups("s")], words
         return self.length
+
+    async def make_results(self, shards: Sequence[str]) -> list[str]:
+        self.has_results = True
+        return list(shards)
 
     async def expire(
         self, shard: str, group: OutgoingGroup, entry: str, reason: str, timeout_s: float, failure: Failure
@@ -125,6 +133,17 @@ async def test_what_the_broker_refuses_is_an_error_of_ours(desk: Desk) -> None:
     desk.broker.length = ReplyError("WRONGTYPE no stream")
     with pytest.raises(BrokerError, match="WRONGTYPE"):
         await desk.sweep(after_s=6)
+
+
+async def test_a_results_stream_that_was_deleted_is_made_again_and_told(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk.broker.has_results = False
+    await desk.sweep()
+    assert desk.broker.has_results
+    assert "somebody deleted the stream of shard s's results" in caplog.text
+    await desk.sweep()
+    assert caplog.text.count("somebody deleted") == 1
 
 
 async def test_a_batch_that_is_gone_ends_with_an_error(desk: Desk) -> None:

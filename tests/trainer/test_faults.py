@@ -21,6 +21,7 @@ from rolloutbus.trainer import Batch, BatchCounts, CompletedGroup
 from tests.stacks import (
     QUICK,
     EachRow,
+    Gates,
     Pace,
     Row,
     Stack,
@@ -83,6 +84,23 @@ async def test_a_worker_stopped_past_its_lease_has_its_writes_refused_and_counte
         assert stale(batch) >= 1
         assert batch.metrics["timing/rollout/duplicate_rows"] == 0
         assert batch.counts == BatchCounts(2, 2, 0, 0)
+
+
+@within(30)
+async def test_a_results_stream_that_somebody_deleted_costs_one_attempt_of_what_runs(stack: Stack) -> None:
+    """Every attempt was lost, until the group had none left and was said to have killed its instances."""
+    gates = Gates()
+    await stack.worker(EachRow(gates.rollout))
+    client = await stack.connected()
+    async with client.run_groups(rows_of(2), 2) as batch:
+        await stack.happens("taken", 2)
+        stack.redis.delete(stack.keys.results("trainer", "s"))
+        gates.open(0)
+        await until(lambda: stack.redis.exists(stack.keys.results("trainer", "s")))
+        gates.open(1)
+        groups = await groups_of(batch)
+    check_groups(groups, 2)
+    assert batch.counts == BatchCounts(2, 2, 0, 0)
 
 
 @asynccontextmanager

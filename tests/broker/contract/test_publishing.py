@@ -21,6 +21,18 @@ async def test_only_the_owner_opens_a_batch(stage: Stage):
     assert not {name for name in await stage.key_names() if "foreign" in name or name.startswith("groups")}
 
 
+async def test_a_results_stream_that_somebody_deleted_is_made_again_by_its_owner(stage: Stage):
+    batch = await stage.sealed()
+    assert await batch.client.make_results([SHARD]) == []
+    await stage.raw("DEL", stage.keys.results("trainer", SHARD))
+    assert await stage.client("trainer", "other").make_results([SHARD]) == []
+    assert await batch.client.make_results([SHARD]) == [SHARD]
+    worker = stage.worker()
+    await stage.finish(worker, await stage.taken(worker))
+    assert [entry.group for entry in await stage.results()] == [0]
+    assert await stage.raw("PTTL", stage.keys.results("trainer", SHARD)) > 0
+
+
 async def test_every_group_is_published_once(stage: Stage):
     batch = await stage.sealed(3)
     assert await stage.queued() == list(batch.entries.values())
