@@ -138,8 +138,8 @@ class Sweeper:
     async def _make_results(self, batch: str, shards: Sequence[str]) -> None:
         for shard in await self._transitions.make_results(shards):
             log.error(
-                "batch %s: somebody deleted the stream of shard %s's results; it is there again. Groups whose rows went "
-                "with it fail, what was running runs again", batch, shard,
+                "batch %s: somebody deleted the stream of shard %s's results; it is there again. Groups whose rows "
+                "went with it fail, what was running runs again", batch, shard,
             )  # fmt: skip
 
     def _end_abandoned(self, watched: Watched, out: Sequence[int], states: Sequence[GroupState]) -> None:

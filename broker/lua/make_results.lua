@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- Makes a client's result streams again that somebody deleted. KEYS: owner, then results … | ARGV: incarnation, ttl_ms
 -- {'not-owner'} or {'ok', places among the results of those that were made …}
 local value = redis.call('GET', KEYS[1])

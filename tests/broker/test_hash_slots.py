@@ -79,6 +79,7 @@ async def play(runner: Recording, run: str, client_name: str, shard: str, label:
         groups = [OutgoingGroup(batch, at, shard, "route", 1, at, Payload.of([b"x"])) for at in range(3)]
         published = await client.publish(groups)
         await client.seal(batch)
+    await client.make_results([shard])
     await worker.prepare()
     await worker.register()
     await worker.living_peers()
