@@ -121,7 +121,7 @@ _OBSERVER = Role(
     ),
 )  # fmt: skip
 _OPERATOR = Role(
-    "cancels batches, drops dead letters, asks fleets to scale and drain",
+    "cancels batches, drops and replays dead letters, asks fleets to scale and drain",
     _SCRIPTS,
     f"batch:* groups:* results:* fleet fleet:requests {_QUEUES}",
     (
@@ -142,7 +142,8 @@ ROLES = {
     # Its workers connect with the fleet's own URL.
     "fleet": _WORKER | _FLEET,
     "observer": _OBSERVER,
-    "operator": _OBSERVER | _OPERATOR,
+    # A replay is a batch of its own.
+    "operator": _OBSERVER | _OPERATOR | _PRODUCER | _COLLECTOR,
 }
 
 

@@ -13,7 +13,7 @@ import typer
 
 from ...broker.channel import Link
 from ...broker.dead_letters import DeadLetter, drop_dead_letters, find_dead_letter, read_dead_letters, read_rows
-from ...broker.errors import ConfigError
+from ...broker.errors import ConfigError, UnknownBatchError
 from ...broker.keys import Keys
 from ...broker.settings import BrokerSettings
 from .. import CompletedGroup, RolloutClient
@@ -152,8 +152,8 @@ def replay(
 ) -> None:
     """Run dead groups again, each as a batch of its own on the running fleet, and print what comes back as JSON lines.
 
-    Exit code 1 when a group fails again (it then has a new dead letter). The trainer that published it hears nothing of
-    this.
+    Exit code 1 when a group fails again; its new dead letter takes the old one's place. The trainer that published it
+    hears nothing of this.
 
     Example: rolloutbus dead replay 1764444000000-0 --drop
     """
@@ -174,15 +174,23 @@ async def _replay(
         client = f"replay-{secrets.token_hex(4)}"
         async with RolloutClient.connect(settings.url, run=keys.run, client=client, fleet_wait_s=_FLEET_WAIT_S) as bus:
             for letter in letters:
-                completed = await _run_again(bus, letter, await read_rows(link, keys, letter))
+                completed, batch = await _run_again(bus, letter, await read_rows(link, keys, letter))
                 failed += not completed
-                if completed and drop_replayed:
+                if drop_replayed if completed else await _is_buried(link, keys, batch):
                     await drop_dead_letters(link, keys, [letter.entry])
     return failed
 
 
-async def _run_again(bus: RolloutClient, letter: DeadLetter, rows: list[dict[str, Any]]) -> bool:
-    """Whether the group completed."""
+async def _is_buried(link: Link, keys: Keys, batch: str) -> bool:
+    """Whether the batch's group is a dead letter, with its rows."""
+    try:
+        return (await find_dead_letter(link, keys, f"{batch}:0")).payload_bytes > 0
+    except UnknownBatchError:
+        return False
+
+
+async def _run_again(bus: RolloutClient, letter: DeadLetter, rows: list[dict[str, Any]]) -> tuple[bool, str]:
+    """Whether the group completed, and the batch that it was."""
     for row in rows:
         row.pop(_GROUP_ID, None)
     completed = False
@@ -195,7 +203,7 @@ async def _run_again(bus: RolloutClient, letter: DeadLetter, rows: list[dict[str
             sys.stdout.flush()
             if not isinstance(outcome, CompletedGroup):
                 say(f"{outcome.type}: {outcome.message}", "red")
-    return completed
+    return completed, batch.id
 
 
 async def _chosen(link: Link, keys: Keys, names: Sequence[str] | None, everything: bool) -> list[DeadLetter]:

@@ -88,7 +88,7 @@ def test_worker_trainer_and_observer_do_their_whole_work(
     assert refusals(guarded_broker) == []
 
 
-def test_operator_cancels_and_drops_but_the_observer_may_not(
+def test_operator_cancels_replays_and_drops_but_the_observer_may_not(
     guarded_broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = Stage(guarded_broker)
@@ -101,6 +101,7 @@ def test_operator_cancels_and_drops_but_the_observer_may_not(
         assert "NOPERM" in call("dead", "drop", "--all", code=1).said
         monkeypatch.setenv("REDIS_URL", url_of(guarded_broker, "operator"))
         assert call("cancel", batch.id, "--json").json["cancelled_groups"] == 2
+        assert call("dead", "replay", "--all", code=1).out.count('"failure"') == 2
         assert "1 dead letters dropped" in call("dead", "drop", "--all").out
     finally:
         stage.strike()
