@@ -3,7 +3,7 @@
 from ..broker.routes import route_of
 from .publishing import Producer, Publication
 from .route_map import RouteMap, read_route_map, wait_for_route_map
-from .rows import PromptGroup, bucket_groups_by_shard, check_rows, own_rows, plan_groups, stamp_row_indices
+from .rows import PromptGroup, bucket_groups_by_shard, check_rows, own_rows, plan_groups, stamp_again, stamp_row_indices
 
 __all__ = [
     "Producer",
@@ -16,6 +16,7 @@ __all__ = [
     "plan_groups",
     "read_route_map",
     "route_of",
+    "stamp_again",
     "stamp_row_indices",
     "wait_for_route_map",
 ]

@@ -32,6 +32,20 @@ def stamp_row_indices(rows: Sequence[Row]) -> Sequence[Row]:
     return rows
 
 
+def stamp_again(rows: Sequence[Row]) -> Sequence[Row]:
+    """Stamp the rows of a batch that was published before, which may have been read from a file again.
+
+    Raises `RowError` where they say themselves that they are in another order.
+    """
+    for index, row in enumerate(rows):
+        if row.get("_rowidx", index) != index:
+            raise RowError(
+                f"row {index} says that it is row {row['_rowidx']}; give the rows in the order in which they were "
+                "published"
+            )
+    return stamp_row_indices(rows)
+
+
 def own_rows(rows: object) -> list[Row]:
     """The rows in a list of our own: the caller may reorder, refill or empty his as soon as he has his batch. The dicts
     stay his.

@@ -18,7 +18,7 @@ from ..broker.messages import ForeignEntryError
 from ..broker.settings import BrokerSettings
 from ..collector.sweep import ABANDONED
 from ..collector.timing import DEFAULT_PREFIX
-from ..producer import PromptGroup, check_rows, own_rows, plan_groups, stamp_row_indices
+from ..producer import PromptGroup, check_rows, own_rows, plan_groups, stamp_again, stamp_row_indices
 from .arguments import broker_settings, check_batch_id, check_on_failure, check_seconds, check_text
 from .batch import Batch, GroupBatch, OnFailure, RowBatch
 from .engine import Engine
@@ -136,13 +136,14 @@ class RolloutClient:
 
         Those that were dropped because it stayed away too long come as `GroupFailure` of type `AbandonedError`.
 
-        `rows` are the batch's rows as published, for `CompletedGroup.rows`; without them each row is `{"_rowidx": i}`.
+        `rows` are the batch's rows in the order in which they were published, for `CompletedGroup.rows`; they are
+        stamped again. Without them each row is `{"_rowidx": i}`.
         Raises `UnknownBatchError` when it came back too late or the publishing had not finished, and `UsageError` for a
         batch that this client has open, or that is another client's.
         """
         check_on_failure(on_failure)
         check_batch_id(batch_id)
-        known = None if rows is None else own_rows(rows)
+        known = None if rows is None else stamp_again(own_rows(rows))
         await asyncio.wrap_future(self._engine.start())
         ready: list[Session] = []
         try:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 from rolloutbus.broker.client_transitions import ClientTransitions
-from rolloutbus.broker.errors import UnknownBatchError, UsageError
+from rolloutbus.broker.errors import RowError, UnknownBatchError, UsageError
 from rolloutbus.broker.messages import ForeignEntryError
 from rolloutbus.collector import Collector
-from rolloutbus.trainer import BatchCounts, RolloutClient
+from rolloutbus.trainer import BatchCounts, CompletedGroup, RolloutClient
 
 from tests.stacks import (
     ROOT,
@@ -230,6 +230,25 @@ async def test_a_resume_given_up_at_its_very_end_can_be_repeated_with_all_its_re
         await client.resume(batch_id)
     monkeypatch.undo()
     assert await resumed(client, batch_id) == 10
+
+
+@within(30)
+async def test_rows_that_were_read_again_are_stamped_again(stack: Stack) -> None:
+    """They came without `_rowidx`, which a step missed only when it had to go on after a crash."""
+    batch_id = await left_by_a_killed_trainer(stack)
+    await stack.worker()
+    client = await stack.connected(name_wait_s=10.0)
+    rows = rows_of(10)
+    with pytest.raises(RowError, match="row 0 says that it is row 19; give the rows in the order"):
+        await client.resume(batch_id, [{**row, "_rowidx": 19 - at} for at, row in enumerate(rows)])
+    async with await client.resume(batch_id, rows) as batch:
+        groups = await groups_of(batch)
+    given = {
+        group.group_index: [row["_rowidx"] for row in group.rows]
+        for group in groups
+        if isinstance(group, CompletedGroup)
+    }
+    assert given == {at: [2 * at, 2 * at + 1] for at in range(10)}
 
 
 @within(30)
