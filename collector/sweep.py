@@ -97,6 +97,7 @@ class Sweeper:
         self._transitions = transitions
         self._taken_in = taken_in
         self._absent_since: dict[str, tuple[float, float]] = {}
+        self._looks_without: dict[str, int] = {}
 
     async def sweep(self, watched: Watched) -> None:
         """Look once at every group that is still out, and end those that nobody will bring."""
@@ -184,7 +185,9 @@ class Sweeper:
         for shard in {watched.collection.shards[state.group] for state in states}:
             if alive.get(shard):
                 self._absent_since.pop(shard, None)
+                self._looks_without.pop(shard, None)
                 continue
+            self._tell_of_absence(watched, shard)
             record = records.get(shard)
             if record and record.lost:
                 watched.collection.error(
@@ -203,6 +206,16 @@ class Sweeper:
             for state in states:
                 if watched.collection.shards[state.group] == shard and state.status not in _ENDED:
                     await self._expire(watched, state, "no_instance", self._settings.lease_s, failure)
+
+    def _tell_of_absence(self, watched: Watched, shard: str) -> None:
+        """Once, at the second look: after a broker's restart instances need a moment to come back."""
+        looks = self._looks_without[shard] = self._looks_without.get(shard, 0) + 1
+        if looks == 2:
+            log.warning(
+                "batch %s: no instance of shard %s shows signs of life; its groups wait %g s for one. Is a fleet "
+                "running? `rolloutbus status` shows it, `rolloutbus up` starts one",
+                watched.collection.batch, shard, self._settings.no_instance_timeout_s,
+            )  # fmt: skip
 
     def _absent_for(self, shard: str) -> float:
         """Seconds since this shard was first found without an instance, looked at again and again since."""

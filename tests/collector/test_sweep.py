@@ -146,6 +146,22 @@ async def test_a_results_stream_that_was_deleted_is_made_again_and_told(
     assert caplog.text.count("somebody deleted") == 1
 
 
+async def test_a_shard_without_instances_is_told_once_and_again_when_it_had_one(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After the crash of a fleet its routes are still there, and a client that came then waited in silence."""
+    desk.broker.alive = set()
+    await desk.sweep(after_s=1)
+    assert caplog.text == ""
+    await desk.sweep_for(20)
+    assert caplog.text.count("no instance of shard s shows signs of life; its groups wait 600 s") == 1
+    desk.broker.alive = {"s"}
+    await desk.sweep()
+    desk.broker.alive = set()
+    await desk.sweep_for(20)
+    assert caplog.text.count("no instance of shard s") == 2
+
+
 async def test_a_batch_that_is_gone_ends_with_an_error(desk: Desk) -> None:
     desk.broker.state = None
     await desk.sweep()
