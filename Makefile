@@ -1,5 +1,6 @@
 PYTHON ?= python3
-VENV ?= .venv
+# Another Python has an environment of its own, such as .venv-usr-bin-python3.11.
+VENV ?= $(if $(filter python3,$(PYTHON)),.venv,.venv-$(subst /,-,$(PYTHON:/%=%)))
 
 .PHONY: install lint test bench chaos
 

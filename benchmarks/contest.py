@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import gc
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import IO, Any, Self
 
 from benchmarks.meter import Meter
@@ -102,12 +104,15 @@ async def serve(run: Runner, roles: dict[str, list[int]]) -> None:
 
 
 class Contestant:
-    """The driver's hold on one contestant, `python -m benchmarks.MODULE ARGS…`; a context manager."""
+    """The driver's hold on one contestant, `python -m benchmarks.MODULE ARGS…`; a context manager. All that it imports
+    comes from `folder` first, where one is given.
+    """
 
-    def __init__(self, name: str, module: str, *args: str) -> None:
+    def __init__(self, name: str, module: str, *args: str, folder: Path | None = None) -> None:
         self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"benchmarks.{module}", *args],
+            [sys.executable, "-m", f"benchmarks.{module}", *args], cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder)} if folder else None,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
