@@ -195,11 +195,12 @@ class FleetTransitions:
 
 
 def _parse(name: bytes, raw: bytes) -> Request | None:
-    kind, _, subject = name.decode().partition(":")
+    """The wish in a field of the requests; what nobody of ours wrote is one that the fleet will refuse, or none."""
+    kind, _, subject = name.decode(errors="replace").partition(":")
     if kind != "want":
         return None
-    identity, _, replicas = raw.decode().partition(" ")
-    return Request(identity, subject, int(replicas or 0))
+    identity, _, replicas = raw.decode(errors="replace").partition(" ")
+    return Request(identity, subject, int(replicas or 0) if replicas.isdecimal() or not replicas else -1)
 
 
 def request_scale(

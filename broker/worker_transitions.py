@@ -193,15 +193,16 @@ class WorkerTransitions:
             return Taken(reply[0].decode())
         return Taken("ok", reply[1], reply[2], reply[3], reply[4], _positions(reply[5]), reply[6])
 
-    async def claim(self, limit: int, *, observing: bool, peers: Sequence[str]) -> Claimed:
+    async def claim(self, limit: int, *, observing: bool, peers: Sequence[str], patience_s: float = 3600.0) -> Claimed:
         """Take over what may run again: due retries, parked groups with room, expired leases (if `observing`).
 
-        A retry is left to those of `peers`, the living ones, that have not failed its group, if this instance has.
+        A retry is left to those of `peers`, the living ones, that have not failed its group, if this instance has; but
+        not for longer than `patience_s`.
         """
         command = SCRIPTS["claim"].call(
             [self._groups, self._delayed, self._parked],
             self._identity.consumer, self._identity.label, self.settings.lease_ms, limit, int(observing),
-            self._keys.prefix, self.settings.abandon_ms, *peers,
+            self._keys.prefix, self.settings.abandon_ms, int(patience_s * 1000), *peers,
         )  # fmt: skip
         entries, due, parked = (await run_step(self._runner, command))[0]
         return Claimed([entry.decode() for entry in entries], None if due < 0 else due, parked)

@@ -40,6 +40,9 @@ log = logging.getLogger("rolloutbus.worker")
 # after one was put aside, and where there were as many as places.
 CLAIM_EVERY_S = 1.0
 CLAIM_AGAIN_S = 0.05
+# A retry is left to instances that have not failed it for this part of a group's time, or a lease: they may live, and
+# have no place for it until the time is over.
+PATIENCE = 0.1
 # Ends of an attempt after which its group is due again, perhaps before the next look.
 COMES_AGAIN = frozenset({"parked", "retry", "suspect"})
 
@@ -90,7 +93,9 @@ class ShardWorker:
         self._stopping = asyncio.Event()
         self._more_due = asyncio.Event()
         self._release_after = self.settings.drain_timeout_s
+        self._patience_s = max(settings.lease_s, self.settings.group_timeout_s * PATIENCE)
         self._releasing = False
+        self._cleaning: asyncio.Task[None] | None = None
 
     def statistics(self) -> WorkerStatistics:
         return WorkerStatistics(len(self._stops), self.settings.slots, dict(self._ended))
@@ -115,7 +120,9 @@ class ShardWorker:
             await self._end_work(duties)
         finally:
             stop.cancel()
-            await self._clean_up(duties)
+            # Whoever cancels once more ends the waiting for it.
+            self._cleaning = asyncio.create_task(self._clean_up(duties), name="clean up")
+            await asyncio.shield(self._cleaning)
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Take nothing more; groups that still run after `timeout_s` are handed back. `run` then returns."""
@@ -213,7 +220,9 @@ class ShardWorker:
         try:
             peers = await self._transitions.living_peers()
             free = self._slots.free
-            claimed = await self._transitions.claim(free, observing=self._observing(), peers=peers)
+            claimed = await self._transitions.claim(
+                free, observing=self._observing(), peers=peers, patience_s=self._patience_s
+            )
             for raw in await self._transitions.fetch(claimed.entries):
                 await self._admit(raw)
             if claimed.entries and not self._slots.free:
@@ -263,14 +272,21 @@ class ShardWorker:
             )
 
     async def _clean_up(self, duties: Sequence[asyncio.Task[Any]]) -> None:
-        await self._leases.stop()
         for task in [*duties, *self._tasks]:
             task.cancel()
+        await self._leases.stop()
         await asyncio.gather(*duties, *self._tasks, return_exceptions=True)
         await self._reader.close()
-        if self._link.current is not None:
-            try:
-                await self._transitions.leave()
-            except RolloutBusError as error:
-                log.warning("%s: could not sign off (%s); its record expires by itself", self.identity.label, error)
+        await self._sign_off()
         await self._link.close()
+
+    async def _sign_off(self) -> None:
+        """Off the books, unless the broker is away or hangs: then the record expires by itself."""
+        if self._link.current is None:
+            return
+        try:
+            async with asyncio.timeout(self.settings.cancel_grace_s):
+                await self._transitions.leave()
+        except (RolloutBusError, TimeoutError) as error:
+            why = str(error) or "no answer"
+            log.warning("%s: could not sign off (%s); its record expires by itself", self.identity.label, why)

@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
 -- Finds groups that may run again: due retries, parked ones whose batch has room, and those whose lease expired.
--- KEYS: groups, delayed, parked | ARGV: consumer, instance, lease_ms, limit, observing(0|1), run prefix, abandon_ms, living peer …
+-- KEYS: groups, delayed, parked | ARGV: consumer, instance, lease_ms, limit, observing(0|1), run prefix, abandon_ms, patience_ms, living peer …
 -- { {entry, …}, ms until the next retry for this instance is due or -1, parked groups }. Claimed entries must be read and taken as any other.
+local PAGE, MOST_LOOKED_AT = 64, 2048
 local groups, consumer, limit = KEYS[1], ARGV[1], tonumber(ARGV[4])
 local lease_ms, prefix, now, out = tonumber(ARGV[3]), ARGV[6], now_ms(), {}
 if not is_stream(groups) then return { out, -1, 0 } end
@@ -14,11 +15,12 @@ local function claim(entry, idle, force)
 end
 
 -- Whether a group that failed on `labels`, the last one last, may run here: first on whoever has not failed it, then on any but the last.
-local function may_run_here(labels)
+-- One that has been due for long may run anywhere: the others live, and have no place for it.
+local function may_run_here(labels, due)
   local failed_on, last = {}, nil
   for label in string.gmatch(labels, '[^,]+') do failed_on[label], last = true, label end
-  if not failed_on[ARGV[2]] then return true end
-  for i = 8, #ARGV do
+  if not failed_on[ARGV[2]] or now - due > tonumber(ARGV[8]) then return true end
+  for i = 9, #ARGV do
     if last == ARGV[2] or not failed_on[ARGV[i]] then return false end
   end
   return true
@@ -26,16 +28,32 @@ end
 
 -- Of groups on their last chance one at a time: if one is what kills its instances, the others would be lost with it, taken or not.
 local has_suspect, more_due = runs_suspect(prefix .. 'instance:' .. ARGV[2], prefix .. 'batch:'), false
-for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, limit * 4)) do
-  local batch, group, entry, labels = string.match(member, '^(%S+) (%S+) (%S+) (%S+)$')
-  local r = parse(redis.call('HGET', prefix .. 'batch:' .. batch, 'g:' .. group))
-  local suspect = r and r.status == 'suspect'
-  if may_run_here(labels) and not (suspect and has_suspect) then
-    if #out >= limit then more_due = true break end
-    redis.call('ZREM', KEYS[2], member)
-    claim(entry, 0, true)
-    has_suspect = has_suspect or suspect
+-- Takes what may run here of `due`, members with their scores; how many were taken.
+local function take_due(due)
+  local taken = 0
+  for i = 1, #due, 2 do
+    local batch, group, entry, labels = string.match(due[i], '^(%S+) (%S+) (%S+) (%S+)$')
+    if labels and may_run_here(labels, tonumber(due[i + 1])) then
+      local r = parse(redis.call('HGET', prefix .. 'batch:' .. batch, 'g:' .. group))
+      local suspect = r and r.status == 'suspect'
+      if not (suspect and has_suspect) then
+        if #out >= limit then more_due = true return taken end
+        redis.call('ZREM', KEYS[2], due[i])
+        taken = taken + 1
+        claim(entry, 0, true)
+        has_suspect = has_suspect or suspect
+      end
+    end
   end
+  return taken
+end
+
+-- Those that are left to others may stand before those that are not; a bound keeps the broker free for everybody else.
+local looked = 0
+while looked < MOST_LOOKED_AT and not more_due do
+  local due = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'WITHSCORES', 'LIMIT', looked, PAGE)
+  looked = looked + #due / 2 - take_due(due)
+  if #due < 2 * PAGE then break end
 end
 
 local function has_room(batch)

@@ -76,6 +76,8 @@ class FleetLease:
                 await self._renew()
             except RolloutBusError as error:
                 log.warning("the fleet cannot renew its lease (%s)", error)
+            except Exception:  # a lease that ends unseen would give the run to another fleet
+                log.exception("the fleet cannot renew its lease")
 
     async def _renew(self) -> None:
         version = self._published.version if self._published else ""

@@ -230,6 +230,16 @@ async def test_an_answer_that_the_broker_has_lost_is_given_again(link: Link, key
     assert (await link.run([("EXISTS", keys.fleet_requests)]))[0] == 0, "nobody reads it any more"
 
 
+async def test_a_wish_that_nobody_of_ours_wrote_is_one_to_refuse(link: Link, keys: Keys) -> None:
+    """It ended the renewal of the fleet's lease, and a second fleet could have the run."""
+    mine = fleet(link, keys)
+    await mine.publish(MAP)
+    await link.run([("HSET", keys.fleet_requests, "want:scale:math", "abc two", "want:\xff", b"\xff 3", "other", "1")])
+    wishes = (await mine.renew(SHARDS, MAP.version)).requests
+    assert wishes[0] == Request("abc", "scale:math", -1)
+    assert [wish.verb for wish in wishes] == ["scale", "\xff"]
+
+
 async def test_a_new_fleet_is_not_bound_by_old_wishes(link: Link, keys: Keys) -> None:
     await fleet(link, keys).publish(MAP)
     await link.run([("HSET", keys.fleet_requests, "want:scale:math", "old 9")])

@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+import pytest
+from rolloutbus.broker.worker_transitions import WorkerTransitions
+from rolloutbus.shard_workers import WorkerSettings
 from rolloutbus.shard_workers.worker import ShardWorker
 from rolloutbus.trainer import CompletedGroup, GroupFailure
 
@@ -340,3 +343,36 @@ async def test_a_worker_whose_broker_is_away_stops_without_waiting_for_it(stack:
                 broker.restart()
                 away.host()
             await client.close()
+
+
+@within(20)
+async def test_a_worker_that_is_cancelled_twice_leaves_nothing_that_goes_on(stack: Stack) -> None:
+    """Its reader went on taking groups, which nobody renewed."""
+    others = asyncio.all_tasks()
+    worker = ShardWorker(stack.settings, stack.run, "s", "s", EachRow())
+    running = asyncio.create_task(worker.run())
+    await stack.reading("s", worker.identity.consumer)
+    running.cancel()
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait({running})
+    await until(lambda: asyncio.all_tasks() <= {*others, running})
+    stack.redis.delete(stack.keys.groups("s"), stack.keys.instance("s"))
+
+
+@within(20)
+async def test_a_worker_that_is_cancelled_does_not_wait_for_a_broker_that_hangs(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def hang(transitions: WorkerTransitions) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(WorkerTransitions, "leave", hang)
+    worker = ShardWorker(stack.settings, stack.run, "s", "s", EachRow(), WorkerSettings(cancel_grace_s=0.2))
+    running = asyncio.create_task(worker.run())
+    await stack.reading("s", worker.identity.consumer)
+    running.cancel()
+    await asyncio.wait({running}, timeout=10)
+    assert running.cancelled()
+    assert "could not sign off (no answer)" in caplog.text
+    stack.redis.delete(stack.keys.groups("s"), stack.keys.instance("s"))

@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import pytest
@@ -85,6 +86,27 @@ async def test_a_retry_that_failed_everywhere_is_left_to_others_than_the_last(st
         peer = ["math/1"] if worker is first else ["math/0"]
         assert (await worker.claim(10, observing=True, peers=peer)).entries == []
         assert await stage.claimed(heir, peers=["math/0", "math/1"]) == group
+
+
+async def test_retries_that_are_left_to_others_hide_none_that_may_run_here(stage: Stage):
+    """Four times as many as there were free slots were looked at."""
+    await stage.sealed(71)
+    mine, other = stage.worker("math/0"), stage.worker("math/1")
+    for _ in range(70):
+        await mine.fail(await stage.taken(mine), FAILURE, limit=9, delay_s=0)
+    last = await stage.taken(other)
+    await other.fail(last, FAILURE, limit=9, delay_s=0)
+    assert await stage.claimed(mine, peers=["math/1"]) == last.group
+
+
+async def test_a_retry_that_waited_long_for_others_may_run_anywhere(stage: Stage):
+    """They may live and have no place for it, until its time is over."""
+    await stage.sealed()
+    worker = stage.worker("math/0")
+    await worker.fail(await stage.taken(worker), FAILURE, limit=5, delay_s=0)
+    await asyncio.sleep(0.05)
+    assert (await worker.claim(10, observing=True, peers=["math/1"], patience_s=60.0)).entries == []
+    assert len((await worker.claim(10, observing=True, peers=["math/1"], patience_s=0.01)).entries) == 1
 
 
 async def test_each_class_of_failures_has_its_own_budget(stage: Stage):
