@@ -152,10 +152,13 @@ class Batch(Generic[Item]):
         self._over, self._outcome = True, outcome
         complete = outcome is None
         self._cancel_when_lost.detach()
-        work: Coroutine[Any, Any, None] = self._engine_close(complete)
         try:
-            # A cancelled consumer must not leave the batch half closed.
-            await asyncio.shield(asyncio.wrap_future(self._engine.call(work)))
+            closing = asyncio.wrap_future(self._engine.call(self._engine_close(complete)))
+            # A cancelled consumer must not leave the batch half closed. Who leaves early waits for no broker that
+            # is away: there the batch is closed when it is back, or expires.
+            closing.add_done_callback(_pass_over)
+            async with asyncio.timeout(None if complete else self._engine.patience_s()):
+                await asyncio.shield(closing)
         except RolloutBusError as error:
             if complete:
                 self._outcome = error
@@ -164,6 +167,8 @@ class Batch(Generic[Item]):
                 raise
             # What ended the batch is told already, and what is left of it on the broker expires.
             log.warning("batch %s could not be closed on the broker (%s)", self.id, error)
+        except TimeoutError:
+            log.warning("batch %s: the broker does not answer; there the batch is cancelled later, or expires", self.id)
 
     def _engine_close(self, complete: bool) -> Coroutine[Any, Any, None]:
         return self._engine.sessions.close(self._session, complete=complete)
@@ -171,6 +176,12 @@ class Batch(Generic[Item]):
 
 GroupBatch = Batch[CompletedGroup | GroupFailure]
 RowBatch = Batch[Any]
+
+
+def _pass_over(future: asyncio.Future[None]) -> None:
+    """Nobody waits for its outcome any more."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _hand_over(engine: Engine, batch: str, groups: list[int]) -> None:

@@ -43,6 +43,7 @@ log = logging.getLogger("rolloutbus.trainer")
 Result = TypeVar("Result")
 # Keys are renewed this many times within their TTL.
 _TTL_RENEWALS = 20
+_AWAY_S = 1.0
 
 
 class _ChannelRunner:
@@ -138,6 +139,11 @@ class Engine:
         self.ask_to_stop()
         if not self.inherited and self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def patience_s(self) -> float:
+        """How long whoever leaves waits for the broker: hardly, where it is known to be away."""
+        limit = self.settings.command_timeout_s
+        return limit if self.link.current is not None else min(_AWAY_S, limit)
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Run `work` in the client's thread. What the thread's end leaves undone ends with `ClosedError`, never with a
@@ -240,7 +246,17 @@ class Engine:
             await self._serve(stop)
         finally:
             stop.cancel()
+            await self._end_tasks()
             await link.close()
+
+    async def _end_tasks(self) -> None:
+        """What is left ends here, and its outcome is told to whoever asked; the loop's own end would print it."""
+        with self._guard:
+            self._loop = None
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def _connect(self, link: Link, stop: asyncio.Task[Any]) -> None:
         connecting = asyncio.create_task(self._find_fleet(link))
@@ -317,10 +333,11 @@ class Engine:
     async def _quietly(self, work: Coroutine[Any, Any, Any]) -> None:
         """Clean up as far as the broker allows; what it does not allow expires by itself."""
         try:
-            async with asyncio.timeout(self.settings.command_timeout_s):
+            async with asyncio.timeout(self.patience_s()):
                 await work
         except (RolloutBusError, TimeoutError) as error:
-            log.warning("client %s could not clean up after itself (%s); its keys expire", self.client, error)
+            why = str(error) or "the broker does not answer"
+            log.warning("client %s could not clean up after itself (%s); its keys expire", self.client, why)
 
     async def _renew_for_ever(self) -> None:
         keys_due = time.monotonic()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
+from typing import Any
 
 import pytest
 from rolloutbus.broker.client_transitions import cancel_batch
+from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import (
     BatchCancelledError,
     ClosedError,
@@ -26,6 +29,7 @@ from tests.stacks import (
     groups_of,
     results_are_gone,
     rows_of,
+    stack_on,
     within,
 )
 
@@ -201,3 +205,30 @@ async def test_a_row_the_codec_cannot_take_ends_the_batch_with_its_name_and_noth
     await gone(stack, batch.id, environment)
     async with client.run_groups(rows[:20], 2) as batch:
         check_groups(await groups_of(batch), 10)
+
+
+@within(30)
+async def test_leaving_waits_for_no_broker_that_is_away(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited for reconnect_timeout_s, five minutes, and Ctrl-C on a job with it; then a stack was printed."""
+    told: list[dict[str, Any]] = []
+
+    def tell(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        told.append(context)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_exception_handler", tell)
+    with EmbeddedBroker() as broker:
+        async with stack_on(broker, reconnect_timeout_s=60.0, command_timeout_s=15.0) as stack:
+            stack.host()
+            client = stack.client()
+            async with client.run_groups(rows_of(2), 2):
+                await stack.happens("published", 2)
+                broker.kill()
+                await asyncio.sleep(0.5)
+                left = time.monotonic()
+            assert "there the batch is cancelled later, or expires" in caplog.text
+            await client.close()
+            assert time.monotonic() - left < 10
+            assert told == []
+            broker.restart()
