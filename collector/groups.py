@@ -102,11 +102,15 @@ class GroupFailure:
             failure.instance, failure.attempt, failure.http_status,
         )  # fmt: skip
 
-    def error(self) -> GroupFailedError:
-        """The failure as the error that `on_failure="raise"` raises."""
+    @property
+    def sentence(self) -> str:
+        """Which group failed where, and of what."""
         first, last = self.row_indices[0], self.row_indices[-1]
         where = f" on {self.instance}, attempt {self.attempt}" if self.instance else ""
+        return f"group {self.group_index} (rows {first} to {last}) failed for good{where}: {self.type}: {self.message}"
+
+    def error(self) -> GroupFailedError:
+        """The failure as the error that `on_failure="raise"` raises."""
         return GroupFailedError(
-            f"group {self.group_index} (rows {first} to {last}) failed for good{where}: {self.type}: {self.message}. "
-            'Use on_failure="yield" to go on without it; `rolloutbus dead list` keeps it'
+            f'{self.sentence}. Use on_failure="yield" to go on without it; `rolloutbus dead list` keeps it'
         )

@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from ...broker.errors import ConfigError
+from ...broker.errors import ConfigError, GroupFailedError
 from ...broker.routes import route_of
 from ...broker.settings import BrokerSettings
-from ...collector import CompletedGroup
+from ...collector import GroupFailure
 from ...producer import check_rows
 from ...producer.rows import shard_of
 from .. import RolloutClient
@@ -59,7 +59,7 @@ Failing = Annotated[
 
 @dataclass
 class Job:
-    """One batch to run: where, what, and what came of it so far."""
+    """One batch to run: where, what, and what came of it so far. `broker_stays` where others may ask it afterwards."""
 
     settings: BrokerSettings
     run: str
@@ -67,6 +67,7 @@ class Job:
     rows: list[Row]
     num_generations: int
     on_failure: OnFailure
+    broker_stays: bool = True
     summary: run_summary.Summary = field(default_factory=run_summary.Summary)
 
     def shard(self, route: str) -> str:
@@ -114,7 +115,15 @@ def run(
         broker_of(url) as used,
         running_fleet(with_target(root, used, run_name), interrupts, drain=False) as fleet,
     ):
-        job = Job(fleet.broker, fleet.run, fleet.route_map, batch_rows, num_generations, on_failure)
+        job = Job(
+            fleet.broker,
+            fleet.run,
+            fleet.route_map,
+            batch_rows,
+            num_generations,
+            on_failure,
+            broker_stays=url is not None,
+        )
         try:
             interrupts.run(lambda: work(job, results))
         finally:
@@ -127,7 +136,8 @@ async def work(job: Job, results: str) -> None:
     """Run the batch, writing each group as it comes. Leaving early, for whatever reason, cancels what is out."""
     started = time.monotonic()
     async with RolloutClient.connect(job.settings.url, run=job.run, settings=job.settings) as bus:
-        batch = bus.run_groups(job.rows, job.num_generations, on_failure=job.on_failure)
+        # A group that fails is counted and written in any case, before it ends the job.
+        batch = bus.run_groups(job.rows, job.num_generations, on_failure="yield")
         routes = [route_of(row) for row in job.rows[:: job.num_generations]]
         job.summary.groups, job.summary.batch = len(routes), batch.id
         try:
@@ -142,11 +152,18 @@ async def _collect(job: Job, batch: GroupBatch, routes: Sequence[str], write: Wr
     totals = Counter(job.shard(route) for route in routes)
     async with ShardProgress(totals, lambda: batch.waiting_for) as progress:
         async for outcome in batch:
-            completed = isinstance(outcome, CompletedGroup)
-            write(completed_lines(outcome) if isinstance(outcome, CompletedGroup) else failed_lines(outcome, job.rows))
+            failure = outcome if isinstance(outcome, GroupFailure) else None
+            write(failed_lines(outcome, job.rows) if isinstance(outcome, GroupFailure) else completed_lines(outcome))
             route = routes[outcome.group_index]
             job.summary.add(outcome, route)
-            progress.advance(job.shard(route), failed=not completed)
+            progress.advance(job.shard(route), failed=failure is not None)
+            if failure is not None and job.on_failure == "raise":
+                raise _ended_by(failure, job)
+
+
+def _ended_by(failure: GroupFailure, job: Job) -> GroupFailedError:
+    kept = f"; `rolloutbus dead list --run {job.run}` keeps it" if job.broker_stays else ""
+    return GroupFailedError(f"{failure.sentence}. Use --on-failure yield to go on without it{kept}")
 
 
 def tell(summary: run_summary.Summary, *, as_json: bool, results: str) -> None:
