@@ -124,6 +124,7 @@ def run(
             on_failure,
             broker_stays=url is not None,
         )
+        job.summary.labels = [label for labels in fleet.labels.values() for label in labels]
         try:
             interrupts.run(lambda: work(job, results))
         finally:

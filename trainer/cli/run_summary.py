@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ from .console import add_row, new_table, out, seconds, show_table
 from .result_lines import reward_of
 
 _TIMES = ("queue_wait", "environment", "publish", "postprocess_results")
+# So many reasons are shown; a batch may have thousands, and all of them stand in the results.
+_REASONS_SHOWN = 3
 _COUNTED = {
     "retries": "retries",
     "redeliveries": "taken over",
@@ -38,13 +40,14 @@ class RouteTally:
 
 @dataclass
 class Summary:
-    """Fed group by group; `metrics` and `took_s` come at the end."""
+    """Fed group by group; `metrics` and `took_s` come at the end. `labels` are the fleet's instances."""
 
     groups: int = 0
     completed: int = 0
     failed: int = 0
     routes: dict[str, RouteTally] = field(default_factory=dict[str, RouteTally])
-    first_failures: list[str] = field(default_factory=list[str])
+    failures: dict[tuple[str, str], list[int]] = field(default_factory=dict[tuple[str, str], list[int]])
+    labels: Sequence[str] = ()
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     batch: str = ""
     took_s: float = 0.0
@@ -58,8 +61,8 @@ class Summary:
             return
         self.failed += 1
         tally.failures += len(outcome.row_indices)
-        if len(self.first_failures) < 3:
-            self.first_failures.append(f"group {outcome.group_index} ({route}): {outcome.type}: {outcome.message}")
+        alike = self.failures.setdefault((route, f"{outcome.type}: {outcome.message}"), [])
+        alike.append(outcome.group_index)
 
     @property
     def balanced(self) -> bool:
@@ -68,15 +71,15 @@ class Summary:
 
     @property
     def instances(self) -> dict[str, dict[str, float]]:
-        """Per instance its groups and times, from the metrics."""
+        """Per instance its groups and times, from the metrics, which know nothing of one that completed none."""
         routing = f"{DEFAULT_PREFIX}/routing/groups/"
-        labels = [name.removeprefix(routing) for name in self.metrics if name.startswith(routing)]
+        labels = {name.removeprefix(routing) for name in self.metrics if name.startswith(routing)}
         return {
             label: {
-                "groups": self.metrics[routing + label],
+                "groups": self.metrics.get(routing + label, 0.0),
                 **{name: self.metrics.get(f"{DEFAULT_PREFIX}/shard/{label}/{name}", 0.0) for name in _TIMES},
             }
-            for label in sorted(labels)
+            for label in sorted(labels | set(self.labels))
         }
 
     def as_plain(self) -> dict[str, Any]:
@@ -108,12 +111,22 @@ def show(summary: Summary, *, console: Console = out) -> None:
     columns = ("instance", "groups", "queue wait", "environment", "publish", "postprocess")
     table = new_table("", columns, columns[1:])
     for label, numbers in summary.instances.items():
-        add_row(table, label, int(numbers["groups"]), *(seconds(numbers[name]) for name in _TIMES))
+        times = (seconds(numbers[name] if numbers["groups"] else None) for name in _TIMES)
+        add_row(table, label, int(numbers["groups"]), *times)
     if table.row_count:
         show_table(table, console)
-    for failure in summary.first_failures:
-        console.print(failure, style="red")
+    for line in reasons(summary):
+        console.print(line, style="red")
     console.print(verdict(summary), soft_wrap=True)
+
+
+def reasons(summary: Summary) -> Iterator[str]:
+    """Why groups failed, a line per reason, the most frequent first, and how many groups failed for others."""
+    found = sorted(summary.failures.items(), key=lambda item: -len(item[1]))
+    for (route, reason), groups in found[:_REASONS_SHOWN]:
+        yield f"{len(groups)} groups of {route}: {reason}" if groups[1:] else f"group {groups[0]} ({route}): {reason}"
+    if others := sum(len(groups) for _, groups in found[_REASONS_SHOWN:]):
+        yield f"and {others} more failed for other reasons, which the results tell"
 
 
 def verdict(summary: Summary) -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rolloutbus.broker.errors import GroupFailedError
 from rolloutbus.broker.settings import BrokerSettings
+from rolloutbus.collector import GroupFailure
+from rolloutbus.trainer.cli.console import PlainConsole
 from rolloutbus.trainer.cli.run_command import Job, work
+from rolloutbus.trainer.cli.run_summary import Summary, reasons, show
 
 from .conftest import ROUTE, RUN, SHARD, Stage, rows_of
 
@@ -32,3 +36,27 @@ def test_the_group_that_ends_the_job_is_counted_and_written(stage: Stage, tmp_pa
     assert (job.summary.failed, job.summary.routes[ROUTE].failures) == (1, 2)
     lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert [line["_rowidx"] for line in lines if "failure" in line] == [2, 3]
+
+
+def failure_of(group: int, message: str) -> GroupFailure:
+    return GroupFailure(f"b:{group}", group, [2 * group, 2 * group + 1], "data", "ValueError", message, "", "math", 1)
+
+
+def test_groups_that_failed_alike_are_one_line_and_no_group_is_forgotten() -> None:
+    """Of ten failed groups three were named, all with the same words, and the rest was not mentioned."""
+    summary = Summary()
+    for group, message in enumerate(["odd", "bad", "bad", "worse", "mad", "sad"]):
+        summary.add(failure_of(group, message), "reverse")
+    assert list(reasons(summary)) == [
+        "2 groups of reverse: ValueError: bad",
+        "group 0 (reverse): ValueError: odd",
+        "group 3 (reverse): ValueError: worse",
+        "and 2 more failed for other reasons, which the results tell",
+    ]
+
+
+def test_an_instance_that_completed_none_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    summary = Summary(groups=1, labels=["math/0", "math/1"], metrics={"timing/rollout/routing/groups/math/0": 1.0})
+    show(summary, console=PlainConsole())
+    assert re.search(r"math/0 +1 +0\.00s", shown := capsys.readouterr().out)
+    assert re.search(r"math/1 +0 +- +-", shown)
