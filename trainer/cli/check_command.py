@@ -15,8 +15,8 @@ from rich.table import Table
 from ...broker.errors import ConfigError
 from ...broker.shard_records import instance_labels
 from ...producer import check_rows
-from .config import ConfigPath, Overrides, load_config
-from .console import add_row, new_table, out, print_json, show_table
+from .config import ROOTS, ConfigPath, Overrides, load_config
+from .console import add_row, new_table, out, print_json, say, show_table
 from .environment_check import Entries, check_environment, check_routes, entries_of_functions, hosted_routes, route_map
 from .rows import read_rows
 from .targets import AsJson
@@ -82,7 +82,10 @@ def check(
     """
     from ...shard_workers.fleet_config import read_fleet_config
 
-    fleet = read_fleet_config(load_config(config, overrides))
+    root = load_config(config, overrides)
+    fleet = read_fleet_config(root)
+    if ROOTS[0] not in root:
+        say(f"{config} has no `{ROOTS[0]}`: run {fleet.run!r}, environment {fleet.environment}, defaults everywhere")
     check_environment(fleet)
     hosted = _read_entries(entries, fleet) if entries is not None else entries_of_functions(fleet)
     routes = route_map(fleet, hosted)

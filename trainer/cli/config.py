@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -17,6 +19,16 @@ from ...shard_workers.yaml_files import load_yaml
 
 URL_KEY = "rolloutbus.broker.url"
 RUN_KEY = "rolloutbus.run"
+CONFIG_DIR_KEY = "config_dir"
+ROOTS = ("rolloutbus", "env")
+# What people write without what it stands below.
+_BELOW = {
+    **dict.fromkeys(("run", "environment", "broker", "fleet", "workers"), "rolloutbus"),
+    "nemo_gym": "env",
+    "shards": "env.nemo_gym",
+}
+# Nobody else's key is that close to our name, while `env` is near to many, and is only looked for where it is missing.
+_ALIKE = {"rolloutbus": 0.85, "env": 0.66}
 
 ConfigPath = Annotated[
     Path,
@@ -37,13 +49,17 @@ Overrides = Annotated[
 
 
 def load_config(path: Path, overrides: Sequence[str] | None) -> DictConfig:
-    """The file with the overrides in it; raises `ConfigError` naming file and line, or the override."""
+    """The file with the overrides in it; raises `ConfigError` naming file and line, or the override.
+
+    Other programs may have keys beside ours in the file; what looks like ours and is not is refused.
+    """
     root = load_yaml(path, "with `rolloutbus` and `env.nemo_gym`")
+    _refuse_misspelt(path, [str(key) for key in root])
     for override in overrides or ():
         _apply(root, override)
     # Relative paths in it are meant from the file's folder, whatever is done with the config from here on.
-    if "config_dir" not in root:
-        root["config_dir"] = str(path.resolve().parent)
+    if CONFIG_DIR_KEY not in root:
+        root[CONFIG_DIR_KEY] = str(path.resolve().parent)
     return root
 
 
@@ -83,7 +99,36 @@ def _apply(root: DictConfig, override: str) -> None:
         key, equals, text = key[1:], "=", "null"
     if not equals or not key.strip():
         raise ConfigError(f"override {override!r} is not KEY=VALUE; write for instance rolloutbus.workers.slots=8")
+    if not override.startswith("+"):
+        _refuse_unknown(root, key.strip(), override)
     _set(root, key.strip(), _value(override, text), override)
+
+
+def _refuse_misspelt(path: Path, keys: Iterable[str]) -> None:
+    """A config may lack `rolloutbus`, so nobody would miss one that is spelt otherwise."""
+    there = set(keys)
+    for root in ROOTS:
+        close = None if root in there else _closest(root, there)
+        if close is not None:
+            raise ConfigError(f"{path}: the key {close!r} at its top level is not known; did you mean {root!r}?")
+
+
+def _closest(root: str, keys: Iterable[str]) -> str | None:
+    spelt = {key.lower(): key for key in keys}
+    close = difflib.get_close_matches(root, spelt, n=1, cutoff=_ALIKE[root])
+    return spelt[close[0]] if close else None
+
+
+def _refuse_unknown(root: DictConfig, key: str, said: str) -> None:
+    """Nothing would read it: our own keys stand below two roots, and other programs read the file and not this."""
+    top = re.split(r"[.\[]", key.lstrip("["), maxsplit=1)[0].rstrip("]")
+    if top in ROOTS or top in root or top == CONFIG_DIR_KEY:
+        return
+    meant = [f"{_BELOW[top]}.{key}"] if top in _BELOW else []
+    meant += [name + key.removeprefix(top) for name in ROOTS if _closest(name, [top])]
+    new = ", and so nothing to blank" if said.startswith("~") else f"; write +{said} if it is to be new"
+    hint = f"; did you mean {meant[0]}?" if meant else new
+    raise ConfigError(f"override {said!r}: the config has no {top!r}{hint}")
 
 
 def _value(override: str, text: str) -> Any:

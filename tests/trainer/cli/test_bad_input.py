@@ -46,6 +46,9 @@ def run_says(*words: str, config: str = "good.yaml", rows: str = "rows.jsonl", o
         ("rolloutbus: {environment: functions}\n", "`env.nemo_gym` is missing"),
         ("a: 1\nb: [1\nc: 2\n", "broken.yaml, line 3 is no valid YAML"),
         ("- 1\n- 2\n", "holds a list"),
+        ("RolloutBus: {}\nenv: {nemo_gym: {}}\n", "broken.yaml: the key 'RolloutBus' at its top level is not known"),
+        ("rollout_bus: {}\nenv: {nemo_gym: {}}\n", "did you mean 'rolloutbus'?"),
+        ("rolloutbus: {}\nevn: {nemo_gym: {}}\n", "the key 'evn' at its top level is not known; did you mean 'env'?"),
     ],
 )
 def test_broken_config_is_named_with_its_place(text: str, expected: str) -> None:
@@ -66,6 +69,12 @@ def test_missing_config_is_named() -> None:
         ("rolloutbus.workers.slots=many", "rolloutbus.workers.slots"),
         ("rolloutbus.nothing=1", "rolloutbus.nothing is not a known key"),
         ("rolloutbus.environment.deep=1", "rolloutbus.environment"),
+        ("workers.slots=3", "did you mean rolloutbus.workers.slots?"),
+        ("nemo_gym.policy=offline", "did you mean env.nemo_gym.policy?"),
+        ("rolloutbuss.run=x", "did you mean rolloutbus.run?"),
+        ("~workers", "did you mean rolloutbus.workers?"),
+        ("~grpo", "the config has no 'grpo', and so nothing to blank"),
+        ("grpo[0].x=3", "the config has no 'grpo'; write +grpo[0].x=3 if it is to be new"),
     ],
 )
 def test_bad_override_is_named(override: str, expected: str) -> None:

@@ -9,6 +9,8 @@ from omegaconf import OmegaConf
 from rolloutbus.trainer.cli.config import configured_url, load_config, with_target
 from rolloutbus.trainer.cli.rows import read_rows
 
+from .conftest import call
+
 CONFIG = """\
 rolloutbus:
   broker: {url: "redis://from-config:1/0"}
@@ -40,6 +42,19 @@ def path(tmp_path: Path) -> Path:
 )
 def test_overrides_are_read_as_hydra_reads_them(path: Path, override: str, key: str, value: object) -> None:
     assert OmegaConf.select(load_config(path, [override]), key) == value
+
+
+def test_keys_of_other_programs_stay_and_can_be_overridden(path: Path) -> None:
+    path.write_text(CONFIG + "grpo: {steps: 1}\nrollout: {n: 8}\nenvs: []\n")
+    root = load_config(path, ["grpo.steps=2", "+logger.dir=logs", "env.nemo_gym.n=${logger.dir}"])
+    assert (OmegaConf.select(root, "grpo.steps"), OmegaConf.select(root, "env.nemo_gym.n")) == (2, "logs")
+
+
+def test_check_says_that_a_config_has_no_settings_of_ours(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("env: {nemo_gym: {policy: offline}}\nrollout: {n: 8}\n")
+    assert "has no `rolloutbus`: run 'default', environment nemo_gym" in call("check", "-c", str(path)).said
+    assert "has no" not in call("check", "-c", str(path), "rolloutbus.run=x").said
 
 
 def test_the_config_keeps_its_folder(path: Path) -> None:
