@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 import yaml
+from rich.markup import escape
 from rich.table import Table
 
 from ...broker.errors import ConfigError
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from ...shard_workers.fleet_config import FleetConfig
 
 _LOG_DIR = "nemo_gym_log_dir"
+# A help text is markup, which would swallow the brackets.
+_ENTRIES_SHAPE = escape("{shard: {entry: [server types]}}")
 
 RowsOption = Annotated[
     str | None,
@@ -36,7 +39,7 @@ EntriesOption = Annotated[
     Path | None,
     typer.Option(
         "--entries", metavar="F", show_default=False,
-        help="JSON or YAML of what the shards host, {shard: {entry: [server types]}}, as running stacks report it.",
+        help=f"JSON or YAML of what the shards host, {_ENTRIES_SHAPE}, as running stacks report it.",
     ),
 ]  # fmt: skip
 
