@@ -13,7 +13,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -194,6 +194,9 @@ class FleetTransitions:
         )
 
 
+def _nothing() -> None: ...
+
+
 def _parse(name: bytes, raw: bytes) -> Request | None:
     """The wish in a field of the requests; what nobody of ours wrote is one that the fleet will refuse, or none."""
     kind, _, subject = name.decode(errors="replace").partition(":")
@@ -204,27 +207,46 @@ def _parse(name: bytes, raw: bytes) -> Request | None:
 
 
 def request_scale(
-    settings: BrokerSettings, run: str, shard: str, replicas: int, *, timeout_s: float = REQUEST_TIMEOUT_S
+    settings: BrokerSettings,
+    run: str,
+    shard: str,
+    replicas: int,
+    *,
+    timeout_s: float = REQUEST_TIMEOUT_S,
+    asked: Callable[[], object] = _nothing,
 ) -> None:
     """Ask the run's fleet, from any process, for `replicas` instances of `shard`, and wait until they are there.
 
-    Raises `FleetError` with the fleet's reason, or when it does not answer in time. For plain code; blocks.
+    Calls `asked` once the request stands. Raises `FleetError` with the fleet's reason, or when it does not answer in
+    time. For plain code; blocks.
     """
-    asyncio.run(_request_over_link(settings, run, Request(secrets.token_hex(6), f"scale:{shard}", replicas), timeout_s))
+    request = Request(secrets.token_hex(6), f"scale:{shard}", replicas)
+    asyncio.run(_request_over_link(settings, run, request, timeout_s, asked))
 
 
-def request_drain(settings: BrokerSettings, run: str, label: str, *, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
+def request_drain(
+    settings: BrokerSettings,
+    run: str,
+    label: str,
+    *,
+    timeout_s: float = REQUEST_TIMEOUT_S,
+    asked: Callable[[], object] = _nothing,
+) -> None:
     """Ask the run's fleet, from any process, to drain the instance `label` and stop it; waits until it is gone.
 
-    Raises `FleetError` with the fleet's reason, or when it does not answer in time. For plain code; blocks.
+    Calls `asked` once the request stands. Raises `FleetError` with the fleet's reason, or when it does not answer in
+    time. For plain code; blocks.
     """
-    asyncio.run(_request_over_link(settings, run, Request(secrets.token_hex(6), f"drain:{label}"), timeout_s))
+    request = Request(secrets.token_hex(6), f"drain:{label}")
+    asyncio.run(_request_over_link(settings, run, request, timeout_s, asked))
 
 
-async def _request_over_link(settings: BrokerSettings, run: str, request: Request, timeout_s: float) -> None:
+async def _request_over_link(
+    settings: BrokerSettings, run: str, request: Request, timeout_s: float, asked: Callable[[], object]
+) -> None:
     link = Link(settings, "fleet-request", load_scripts)
     try:
-        await ask_fleet(link, Keys(run), settings, request, timeout_s)
+        await ask_fleet(link, Keys(run), settings, request, timeout_s, asked)
     finally:
         await link.close()
 
@@ -241,7 +263,14 @@ async def _check_subject(runner: Runner, keys: Keys, subject: str) -> None:
         raise FleetError(f"{kind} {name}: there is no {what} {name!r}; there are {', '.join(sorted(known))}")
 
 
-async def ask_fleet(link: Link, keys: Keys, settings: BrokerSettings, request: Request, timeout_s: float) -> None:
+async def ask_fleet(
+    link: Link,
+    keys: Keys,
+    settings: BrokerSettings,
+    request: Request,
+    timeout_s: float,
+    asked: Callable[[], object] = _nothing,
+) -> None:
     """Put a request to the fleet and wait for its answer; the asyncio form of `request_scale` and `request_drain`.
 
     A fleet whose lease is not there may only be about to renew it, after a broker's restart: it is gone when this
@@ -259,6 +288,7 @@ async def ask_fleet(link: Link, keys: Keys, settings: BrokerSettings, request: R
                 "broker"
             )
         await asyncio.sleep(_POLL_S)
+    asked()
     while True:
         looked = ("HMGET", keys.fleet_requests, f"answer:{request.id}", f"want:{request.subject}")
         (answer, wanted), alive = await link.run([looked, ("EXISTS", keys.fleet)])

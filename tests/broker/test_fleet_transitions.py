@@ -137,12 +137,14 @@ async def test_a_fleet_that_was_replaced_removes_what_its_successor_does_not_hos
 
 
 async def test_a_wish_stands_until_it_is_answered(link: Link, keys: Keys) -> None:
-    mine = fleet(link, keys)
+    mine, stands = fleet(link, keys), asyncio.Event()
     request = Request("id1", "scale:math", 3)
     with pytest.raises(FleetError, match="no fleet runs for run"):
-        await ask_fleet(link, keys, link.settings, request, 1.0)
+        await ask_fleet(link, keys, link.settings, request, 1.0, stands.set)
+    assert not stands.is_set(), "whoever asks is told so though nobody was asked"
     await mine.publish(MAP)
-    asking = asyncio.create_task(ask_fleet(link, keys, link.settings, request, 5.0))
+    asking = asyncio.create_task(ask_fleet(link, keys, link.settings, request, 5.0, stands.set))
+    await stands.wait()
     wishes = await first_wishes(mine, "id1")
     assert (await mine.renew(SHARDS, MAP.version)).requests == wishes == [request]
     assert (request.verb, request.target) == ("scale", "math")

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ...shard_workers.fleet import ShardFleet
 
 _ADDRESS_KEY = "rolloutbus.fleet.address"
-_ASKED = "asked the fleet, which does one thing after the other; Ctrl-C ends the waiting, not the doing"
 
 Address = Annotated[
     str | None,
@@ -138,6 +137,10 @@ def _look_at(fleet: ShardFleet) -> None:
         raise FleetError(f"the fleet of run {fleet.run!r} ended: {reason}")
 
 
+def _say_asked() -> None:
+    say("asked the fleet, which does one thing after the other; Ctrl-C ends the waiting, not the doing")
+
+
 async def _found(link: Link, keys: Keys) -> str:
     return keys.run
 
@@ -157,8 +160,7 @@ def scale(
     Example: rolloutbus scale math 4 --run exp1
     """
     name = on_run(broker_url, run, _found)
-    say(_ASKED)
-    request_scale(observer_settings(broker_url), name, shard, replicas)
+    request_scale(observer_settings(broker_url), name, shard, replicas, asked=_say_asked)
     if as_json:
         print_json({"run": name, "shard": shard, "replicas": replicas})
     else:
@@ -176,8 +178,7 @@ def drain(
     Example: rolloutbus drain math/1 --run exp1
     """
     name = on_run(broker_url, run, _found)
-    say(_ASKED)
-    request_drain(observer_settings(broker_url), name, label)
+    request_drain(observer_settings(broker_url), name, label, asked=_say_asked)
     if as_json:
         print_json({"run": name, "drained": label})
     else:
