@@ -12,6 +12,9 @@ from .acl_rules import PASSWORD, ROLES, rule, user_name
 from .console import out, print_json, say
 from .targets import AsJson
 
+# A config's default. The broker, which would know the runs, may not let anybody in yet.
+_DEFAULT_RUN = "default"
+
 RoleName = Annotated[
     str | None,
     typer.Option("--role", metavar="ROLE", help=f"Only this one of: {', '.join(ROLES)}.", show_default=False),
@@ -20,8 +23,14 @@ RoleName = Annotated[
 
 def acl(
     run: Annotated[
-        str, typer.Option("--run", metavar="NAME", help="The run whose keys the users may touch.")
-    ] = "default",
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="NAME",
+            help=f"The run whose keys the users may touch; else {_DEFAULT_RUN!r}.",
+            show_default=False,
+        ),
+    ] = None,
     role: RoleName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -35,6 +44,9 @@ def acl(
     """
     if role is not None and role not in ROLES:
         raise ConfigError(f"--role {role!r} is not known; say one of {', '.join(ROLES)}")
+    if run is None:
+        run = _DEFAULT_RUN
+        say(f"these are users of the run {run!r}, that of a config without `rolloutbus.run`; --run names another")
     wanted = list(ROLES) if role is None else [role]
     if as_json:
         print_json({name: {"user": user_name(run, name), "command": rule(run, name)} for name in wanted})

@@ -99,6 +99,9 @@ def test_operator_cancels_replays_and_drops_but_the_observer_may_not(
         monkeypatch.setenv("REDIS_URL", url_of(guarded_broker, "observer"))
         assert "NOPERM" in call("cancel", batch.id, code=1).said
         assert "NOPERM" in call("dead", "drop", "--all", code=1).said
+        refused = call("scale", SHARD, "2", code=1).said
+        assert "NOPERM" in refused
+        assert "asked" not in refused
         monkeypatch.setenv("REDIS_URL", url_of(guarded_broker, "operator"))
         assert call("cancel", batch.id, "--json").json["cancelled_groups"] == 2
         assert call("dead", "replay", "--all", code=1).out.count('"failure"') == 2
@@ -219,3 +222,13 @@ def test_a_fleet_does_its_whole_work_and_an_operator_asks_it(guarded_broker: Emb
 
     asyncio.run(work())
     assert refusals(guarded_broker) == []
+
+
+def test_users_of_no_named_run_are_said_to_be_of_the_default_one() -> None:
+    """Whoever left --run out got users that may touch nothing of his run, without a word."""
+    unnamed, named = (
+        call("acl", "--role", "worker", "--json"),
+        call("acl", "--role", "worker", "--run", "default", "--json"),
+    )
+    assert "users of the run 'default'" in unnamed.said
+    assert (named.out, named.said) == (unnamed.out, "")

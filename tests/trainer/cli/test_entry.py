@@ -65,7 +65,7 @@ def test_a_reader_who_has_left_is_told_nothing() -> None:
     reader = subprocess.Popen(["true"], stdin=subprocess.PIPE)
     reader.wait(20)
     assert reader.stdin is not None
-    code, said = run([*COMMAND, "acl", "--json"], stdout=reader.stdin.fileno())
+    code, said = run([*COMMAND, "acl", "--run", "exp1", "--json"], stdout=reader.stdin.fileno())
     reader.stdin.close()
     assert (code, said) == (1, "")
 
