@@ -147,11 +147,12 @@ def _check_rows(source: str | None, routes: Mapping[str, str] | None) -> str:
     if source is None:
         return "The config is sound."
     found = read_rows(source, 1, expanded=True)
-    check_rows(found, 1)
+    with found.told_by_line():
+        check_rows(found.rows, 1)
     if routes is None:
-        return f"The config is sound, and so are {len(found)} rows; their routes are known only with --entries."
-    check_routes(source, found, routes)
-    return f"The config is sound, and every one of {len(found)} rows has a shard that hosts its route."
+        return f"The config is sound, and so are {len(found.rows)} rows; their routes are known only with --entries."
+    check_routes(found, routes)
+    return f"The config is sound, and every one of {len(found.rows)} rows has a shard that hosts its route."
 
 
 def _show(fleet: FleetConfig, shards: list[PlannedShard]) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...broker.errors import ConfigError, RowError
 from ...broker.keys import ANY_ROUTE
 from .console import say
-from .rows import Row
+from .rows import FileRows
 
 if TYPE_CHECKING:
     from ...shard_workers.fleet_config import FleetConfig
@@ -109,11 +109,12 @@ def hosted_routes(fleet: FleetConfig, hosted: Entries | None) -> Mapping[str, st
     return build_route_shard_map(hosted)
 
 
-def check_routes(source: str, rows: Sequence[Row], routes: Mapping[str, str] | None) -> None:
-    """Raise `RowError` for rows of `source` that nobody hosts; nothing where the routes are not known yet."""
+def check_routes(found: FileRows, routes: Mapping[str, str] | None) -> None:
+    """Raise `RowError` for rows that nobody hosts; nothing where the routes are not known yet."""
     from ...shard_workers import ShardSetupError, validate_dataset_routes
 
-    try:
-        validate_dataset_routes(routes, {source: rows})
-    except ShardSetupError as error:
-        raise RowError(str(error)) from None
+    with found.told_by_line():
+        try:
+            validate_dataset_routes(routes, {found.name: found.rows})
+        except ShardSetupError as error:
+            raise RowError(str(error)) from None

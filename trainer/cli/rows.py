@@ -3,32 +3,66 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from ...broker.errors import RowError
+from ...broker.errors import EncodeError, RowError, RowTypeError
 
 STANDARD_INPUT = "-"
+_STANDARD_NAME = "standard input"
 
 Row = dict[str, Any]
 
+_NUMBERED = re.compile(r"(first )?(?<!')\brow (\d+)\b")
 
-def read_rows(source: str, num_generations: int, *, expanded: bool) -> list[Row]:
+
+@dataclass(frozen=True)
+class FileRows:
+    """Rows, and beside each the number of its line, which its reader knows it by; empty lines count, copies do not."""
+
+    name: str
+    rows: list[Row]
+    lines: Sequence[int]
+
+    def place(self, row: int) -> str:
+        return f"{self.name} line {self.lines[row]}"
+
+    def every(self, step: int) -> FileRows:
+        """One row of each `step`."""
+        return FileRows(self.name, self.rows[::step], self.lines[::step])
+
+    @contextmanager
+    def told_by_line(self) -> Generator[None]:
+        """Errors of rows, which number them from 0 after they were expanded, name lines instead."""
+        try:
+            yield
+        except (RowError, RowTypeError, EncodeError) as error:
+            raise type(error)(_NUMBERED.sub(self._placed, str(error))) from None
+
+    def _placed(self, found: re.Match[str]) -> str:
+        row = int(found[2])
+        return f"{'first at ' if found[1] else ''}{self.place(row)}" if row < len(self.lines) else found[0]
+
+
+def read_rows(source: str, num_generations: int, *, expanded: bool) -> FileRows:
     """Read `source`, a file or `-`; without `expanded` each line becomes `num_generations` rows of their own.
 
     Raises `RowError` naming file and line. What the rows must hold is checked where they are published.
     """
-    rows = list(_read(source))
-    if expanded:
-        return rows
-    return [dict(row) for row in rows for _ in range(num_generations)]
+    numbered, copies = list(_read(source)), 1 if expanded else num_generations
+    rows = [dict(row) for _, row in numbered for _ in range(copies)]
+    lines = [line for line, _ in numbered for _ in range(copies)]
+    return FileRows(_STANDARD_NAME if source == STANDARD_INPUT else source, rows, lines)
 
 
-def _read(source: str) -> Iterator[Row]:
+def _read(source: str) -> Iterator[tuple[int, Row]]:
     if source == STANDARD_INPUT:
-        yield from _lines("standard input", sys.stdin)
+        yield from _lines(_STANDARD_NAME, sys.stdin)
         return
     try:
         with Path(source).open(encoding="utf-8-sig") as lines:
@@ -41,12 +75,12 @@ def _read(source: str) -> Iterator[Row]:
         ) from None
 
 
-def _lines(name: str, lines: TextIO) -> Iterator[Row]:
+def _lines(name: str, lines: TextIO) -> Iterator[tuple[int, Row]]:
     number = 0
     try:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _row(f"{name} line {number}", line)
+                yield number, _row(f"{name} line {number}", line)
     except UnicodeDecodeError as error:
         raise RowError(f"{name} is no UTF-8 text after line {number} ({error.reason}); convert it") from None
 

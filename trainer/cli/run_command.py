@@ -27,7 +27,7 @@ from .guard import FAILED
 from .interrupts import Interrupts
 from .result_lines import completed_lines, failed_lines
 from .results_file import STANDARD, WriteLines, check_writable, opened
-from .rows import Row, read_rows
+from .rows import FileRows, read_rows
 from .run_progress import ShardProgress
 from .targets import AsJson, BrokerUrl
 
@@ -64,7 +64,7 @@ class Job:
     settings: BrokerSettings
     run: str
     routes: Mapping[str, str]
-    rows: list[Row]
+    found: FileRows
     num_generations: int
     on_failure: OnFailure
     broker_stays: bool = True
@@ -106,24 +106,17 @@ def run(
     url = configured_url(root, broker_url)
     # All that can be wrong is told before anything is started.
     known = read_fleet_config(with_target(root, url, run_name))
-    batch_rows = read_rows(rows, num_generations, expanded=expanded)
-    check_rows(batch_rows, num_generations)
+    found = read_rows(rows, num_generations, expanded=expanded)
+    with found.told_by_line():
+        check_rows(found.rows, num_generations)
     check_writable(results, [config, rows, *config_files(known)])
-    check_routes(rows, batch_rows if expanded else batch_rows[::num_generations], check_before_start(known))
+    check_routes(found if expanded else found.every(num_generations), check_before_start(known))
     with (
         Interrupts("stopping, and cancelling what is out; once more to stop at once") as interrupts,
         broker_of(url) as used,
         running_fleet(with_target(root, used, run_name), interrupts, drain=False) as fleet,
     ):
-        job = Job(
-            fleet.broker,
-            fleet.run,
-            fleet.route_map,
-            batch_rows,
-            num_generations,
-            on_failure,
-            broker_stays=url is not None,
-        )
+        job = Job(fleet.broker, fleet.run, fleet.route_map, found, num_generations, on_failure, url is not None)
         job.summary.labels = [label for labels in fleet.labels.values() for label in labels]
         try:
             interrupts.run(lambda: work(job, results))
@@ -136,25 +129,30 @@ def run(
 async def work(job: Job, results: str) -> None:
     """Run the batch, writing each group as it comes. Leaving early, for whatever reason, cancels what is out."""
     started = time.monotonic()
-    async with RolloutClient.connect(job.settings.url, run=job.run, settings=job.settings) as bus:
-        # A group that fails is counted and written in any case, before it ends the job.
-        batch = bus.run_groups(job.rows, job.num_generations, on_failure="yield")
-        routes = [route_of(row) for row in job.rows[:: job.num_generations]]
-        job.summary.groups, job.summary.batch = len(routes), batch.id
-        try:
-            async with batch:
-                with opened(results) as write:
-                    await _collect(job, batch, routes, write)
-        finally:
-            job.summary.metrics, job.summary.took_s = batch.metrics, time.monotonic() - started
+    with job.found.told_by_line():
+        async with RolloutClient.connect(job.settings.url, run=job.run, settings=job.settings) as bus:
+            await _run_on(bus, job, results, started)
+
+
+async def _run_on(bus: RolloutClient, job: Job, results: str, started: float) -> None:
+    # A group that fails is counted and written in any case, before it ends the job.
+    batch = bus.run_groups(job.found.rows, job.num_generations, on_failure="yield")
+    routes = [route_of(row) for row in job.found.every(job.num_generations).rows]
+    job.summary.groups, job.summary.batch = len(routes), batch.id
+    try:
+        async with batch:
+            with opened(results) as write:
+                await _collect(job, batch, routes, write)
+    finally:
+        job.summary.metrics, job.summary.took_s = batch.metrics, time.monotonic() - started
 
 
 async def _collect(job: Job, batch: GroupBatch, routes: Sequence[str], write: WriteLines) -> None:
-    totals = Counter(job.shard(route) for route in routes)
+    totals, rows = Counter(job.shard(route) for route in routes), job.found.rows
     async with ShardProgress(totals, lambda: batch.waiting_for) as progress:
         async for outcome in batch:
             failure = outcome if isinstance(outcome, GroupFailure) else None
-            write(failed_lines(outcome, job.rows) if isinstance(outcome, GroupFailure) else completed_lines(outcome))
+            write(failed_lines(outcome, rows) if isinstance(outcome, GroupFailure) else completed_lines(outcome))
             route = routes[outcome.group_index]
             job.summary.add(outcome, route)
             progress.advance(job.shard(route), failed=failure is not None)
@@ -164,7 +162,8 @@ async def _collect(job: Job, batch: GroupBatch, routes: Sequence[str], write: Wr
 
 def _ended_by(failure: GroupFailure, job: Job) -> GroupFailedError:
     kept = f"; `rolloutbus dead list --run {job.run}` keeps it" if job.broker_stays else ""
-    return GroupFailedError(f"{failure.sentence}. Use --on-failure yield to go on without it{kept}")
+    place = job.found.place(failure.row_indices[0])
+    return GroupFailedError(f"{place}: {failure.sentence}. Use --on-failure yield to go on without it{kept}")
 
 
 def tell(summary: run_summary.Summary, *, as_json: bool, results: str) -> None:

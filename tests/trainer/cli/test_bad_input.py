@@ -88,7 +88,10 @@ def test_bad_override_is_named(override: str, expected: str) -> None:
         ('{"a": 1\n', "Expecting ',' delimiter at column 8"),
         (f"{GOOD_ROW}\n[1]\n", "rows.jsonl line 2 holds a list"),
         ("", "the batch is empty"),
-        ('{"agent_ref": {"name": "a"}}\n', "row 0 lacks responses_create_params"),
+        ('{"agent_ref": {"name": "a"}}\n', "rows.jsonl line 1 lacks responses_create_params"),
+        (f'{GOOD_ROW}\n\n{{"agent_ref": {{"name": "a"}}}}\n', "rows.jsonl line 3 lacks responses_create_params"),
+        (f'{GOOD_ROW}\n\n{{"responses_create_params": {{}}}}\n', "rows.jsonl line 3: the row has no route"),
+        (f"{GOOD_ROW}\n\n{GOOD_ROW.replace('arithmetic', 'row 9')}", "'row 9' in 1 row, first at rows.jsonl line 3"),
         ('{"responses_create_params": 1, "agent_ref": {"name": "a"}}\n', "must be a dict"),
     ],
 )
@@ -202,7 +205,7 @@ def test_a_function_that_is_none_is_named_before_anything_starts(command: str) -
 def test_a_route_that_the_only_shard_does_not_know_is_named_before_anything_starts(command: str) -> None:
     Path("rows.jsonl").write_text(f"{GOOD_ROW}\n{GOOD_ROW.replace('arithmetic', 'chess')}\n")
     said = run_says() if command == "run" else call("check", "-c", "good.yaml", "-r", "rows.jsonl", code=2).said
-    assert "'chess' in 1 row, first row 1" in said
+    assert "'chess' in 1 row, first at rows.jsonl line 2" in said
 
 
 def test_check_names_rows_that_nobody_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

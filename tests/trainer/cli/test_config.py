@@ -82,8 +82,10 @@ def test_the_commands_broker_and_run_go_into_a_copy(path: Path) -> None:
 def test_prompts_are_expanded_to_rows_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('\ufeff{"a": 1}\n\n{"a": 2}\n', encoding="utf-8")
-    rows = read_rows(str(path), 2, expanded=False)
+    found = read_rows(str(path), 2, expanded=False)
+    rows = found.rows
     assert [row["a"] for row in rows] == [1, 1, 2, 2]
     rows[0]["_rowidx"] = 0
     assert "_rowidx" not in rows[1]
-    assert [row["a"] for row in read_rows(str(path), 2, expanded=True)] == [1, 2]
+    assert list(found.lines) == [1, 1, 3, 3]
+    assert [row["a"] for row in read_rows(str(path), 2, expanded=True).rows] == [1, 2]

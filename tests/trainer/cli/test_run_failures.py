@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rolloutbus.broker.errors import GroupFailedError
+from rolloutbus.broker.errors import GroupFailedError, RouteError
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.collector import GroupFailure
 from rolloutbus.trainer.cli.console import PlainConsole
+from rolloutbus.trainer.cli.rows import FileRows
 from rolloutbus.trainer.cli.run_command import Job, work
 from rolloutbus.trainer.cli.run_summary import Summary, reasons, show
 
@@ -20,7 +21,18 @@ from .conftest import ROUTE, RUN, SHARD, Stage, rows_of
 
 
 def job_of(stage: Stage, *deeds: str, **options: Any) -> Job:
-    return Job(BrokerSettings(url=stage.url), RUN, {ROUTE: SHARD}, rows_of(*deeds), 2, **options)
+    rows = rows_of(*deeds)
+    found = FileRows("rows.jsonl", rows, [1 + row // 2 for row in range(len(rows))])
+    return Job(BrokerSettings(url=stage.url), RUN, {ROUTE: SHARD}, found, 2, **options)
+
+
+def test_a_row_that_only_the_running_fleet_refuses_is_named_by_its_line(stage: Stage, tmp_path: Path) -> None:
+    """It was row 2, of rows that the command had made of two lines."""
+    job = job_of(stage, "ok", "ok", on_failure="yield")
+    for row in job.found.rows[2:]:
+        row["agent_ref"] = {"name": "chess"}
+    with pytest.raises(RouteError, match=r"^rows\.jsonl line 2: no shard hosts the route 'chess'"):
+        asyncio.run(work(job, str(tmp_path / "o.jsonl")))
 
 
 @pytest.mark.parametrize("broker_stays", [True, False])
@@ -28,7 +40,7 @@ def test_the_group_that_ends_the_job_is_counted_and_written(stage: Stage, tmp_pa
     """`--on-failure raise` told of 0 failed groups, and advised what only Python takes."""
     stage.instance()
     job = job_of(stage, "ok", "fail", on_failure="raise", broker_stays=broker_stays)
-    with pytest.raises(GroupFailedError, match=r"group 1 \(rows 2 to 3\) failed for good on math") as told:
+    with pytest.raises(GroupFailedError, match=r"^rows\.jsonl line 2: group 1 \(rows 2 to 3\) failed for") as told:
         asyncio.run(work(job, str(tmp_path / "o.jsonl")))
     assert "--on-failure yield" in str(told.value)
     assert "on_failure=" not in str(told.value)
