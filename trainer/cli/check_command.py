@@ -17,7 +17,7 @@ from ...broker.errors import ConfigError
 from ...broker.shard_records import instance_labels
 from ...producer import check_rows
 from .config import ROOTS, ConfigPath, Overrides, load_config
-from .console import add_row, new_table, out, print_json, say, show_table
+from .console import add_row, counted, new_table, out, print_json, say, show_table
 from .environment_check import Entries, check_environment, check_routes, entries_of_functions, hosted_routes, route_map
 from .rows import read_rows
 from .targets import AsJson
@@ -149,10 +149,11 @@ def _check_rows(source: str | None, routes: Mapping[str, str] | None) -> str:
     found = read_rows(source, 1, expanded=True)
     with found.told_by_line():
         check_rows(found.rows, 1)
+    rows, is_or_are = counted(len(found.rows), "row"), "is" if len(found.rows) == 1 else "are"
     if routes is None:
-        return f"The config is sound, and so are {len(found.rows)} rows; their routes are known only with --entries."
+        return f"The config is sound, and so {is_or_are} {rows}; which routes there are is known only with --entries."
     check_routes(found, routes)
-    return f"The config is sound, and every one of {len(found.rows)} rows has a shard that hosts its route."
+    return f"The config is sound, and every one of {rows} has a shard that hosts its route."
 
 
 def _show(fleet: FleetConfig, shards: list[PlannedShard]) -> None:
@@ -161,7 +162,7 @@ def _show(fleet: FleetConfig, shards: list[PlannedShard]) -> None:
     out.print(f"run {fleet.run}, environment {fleet.environment}, {kind}", style="bold")
     bundles = sorted({shard.cpus for shard in shards})
     cpus = " or ".join(f"{cpu:g}" for cpu in bundles)
-    out.print(f"{plan.total_instances} bundles of {cpus} CPUs, {plan.placement_strategy}")
+    out.print(f"{counted(plan.total_instances, 'bundle')} of {cpus} CPUs, {plan.placement_strategy}")
     table = new_table(
         "", ("shard", "replicas", "slots", "CPUs", "config files", "routes"), ("replicas", "slots", "CPUs")
     )

@@ -17,7 +17,7 @@ from ...broker.errors import ConfigError, UnknownBatchError
 from ...broker.keys import Keys
 from ...broker.settings import BrokerSettings
 from .. import CompletedGroup, RolloutClient
-from .console import add_row, clock, new_table, out, print_json, say, show_table, size
+from .console import add_row, clock, counted, new_table, out, print_json, say, show_table, size
 from .guard import FAILED
 from .result_lines import completed_lines, failed_lines, plain, to_json
 from .targets import AsJson, BrokerUrl, RunName, connected, observer_settings, on_run, the_run
@@ -138,7 +138,7 @@ def drop(
         letters = await _chosen(link, keys, names, everything)
         return await drop_dead_letters(link, keys, [letter.entry for letter in letters])
 
-    out.print(f"{on_run(broker_url, run, delete)} dead letters dropped")
+    out.print(f"{counted(on_run(broker_url, run, delete), 'dead letter')} dropped")
 
 
 def replay(
@@ -160,7 +160,7 @@ def replay(
     settings = observer_settings(broker_url)
     failed = asyncio.run(_replay(settings, run, names, everything, drop_replayed))
     if failed:
-        say(f"{failed} groups failed again", "red")
+        say(f"{counted(failed, 'group')} failed again", "red")
         raise typer.Exit(FAILED)
 
 
@@ -195,7 +195,7 @@ async def _run_again(bus: RolloutClient, letter: DeadLetter, rows: list[dict[str
         row.pop(_GROUP_ID, None)
     completed = False
     async with bus.run_groups(rows, len(rows), on_failure="yield") as batch:
-        say(f"group {letter.group_id} ({len(rows)} rows) runs again as batch {batch.id}")
+        say(f"group {letter.group_id} ({counted(len(rows), 'row')}) runs again as batch {batch.id}")
         async for outcome in batch:
             completed = isinstance(outcome, CompletedGroup)
             lines = completed_lines(outcome) if isinstance(outcome, CompletedGroup) else failed_lines(outcome, rows)

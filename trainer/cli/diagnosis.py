@@ -9,7 +9,7 @@ from typing import Literal
 from ...broker.inspection import RunState
 from ...broker.keys import GROUP_NAME
 from ...broker.settings import BrokerSettings
-from .console import seconds, size
+from .console import counted, seconds, size
 
 Level = Literal["ok", "unknown", "warning", "wrong"]
 
@@ -269,7 +269,7 @@ def check_groups(missing: Sequence[str]) -> Iterator[Finding]:
 
 def check_run(state: RunState, settings: BrokerSettings) -> Iterator[Finding]:
     """Runs that nobody looks after, shards without instances, batches without a client, dead letters."""
-    check = f"run {state.run}"
+    check, batches = f"run {state.run}", counted(len(state.batches), "open batch", "open batches")
     alive = sum(len(shard.instances) for shard in state.shards)
     gone = [
         batch.batch for batch in state.batches if batch.client_seen_s is None or batch.client_seen_s > settings.lease_s
@@ -278,7 +278,7 @@ def check_run(state: RunState, settings: BrokerSettings) -> Iterator[Finding]:
     if not state.fleet and not alive and (state.batches or state.shards):
         yield Finding(
             check, "wrong",
-            f"stale: no fleet, no instance, but {len(state.batches)} batches and {len(state.shards)} shards",
+            f"stale: no fleet, no instance, but {batches} and {counted(len(state.shards), 'shard')}",
             "start its fleet again (`rolloutbus up`), or cancel its batches; left alone, its keys expire in "
             f"{seconds(settings.key_ttl_s)}",
         )  # fmt: skip
@@ -296,7 +296,7 @@ def check_run(state: RunState, settings: BrokerSettings) -> Iterator[Finding]:
         )
     else:
         what = (
-            f"{alive} instances, {len(state.batches)} open batches"
+            f"{counted(alive, 'instance')}, {batches}"
             if alive or state.batches
             else "over; only its events and letters are left"
         )
@@ -306,7 +306,7 @@ def check_run(state: RunState, settings: BrokerSettings) -> Iterator[Finding]:
         yield Finding(check, "wrong", f"cannot be read: {_some(state.unreadable)}", remedy)
     if state.dead_letters:
         remedy = f"`rolloutbus dead list --run {state.run}`, then `dead replay` or `dead drop`"
-        yield Finding(check, "warning", f"{state.dead_letters} dead letters", remedy)
+        yield Finding(check, "warning", counted(state.dead_letters, "dead letter"), remedy)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from ...broker.fleet_transitions import request_drain, request_scale
 from ...broker.keys import Keys
 from ...broker.settings import redacted
 from .config import ConfigPath, ConfiguredRun, Overrides, configured_url, load_config, with_target
-from .console import out, print_json, say
+from .console import counted, out, print_json, say
 from .environment_check import check_before_start
 from .interrupts import Interrupts
 from .targets import AsJson, BrokerUrl, RunName, observer_settings, on_broker, on_run
@@ -67,7 +67,7 @@ def running_fleet(
 
     known = read_fleet_config(config)
     shards = ", ".join(f"{shard.name} ×{shard.replicas}" for shard in known.plan.shards)
-    say(f"fleet: starting {known.plan.total_instances} instances ({shards})")
+    say(f"fleet: starting {counted(known.plan.total_instances, 'instance')} ({shards})")
     cpus = sum(known.actor_cpus(shard) * shard.replicas for shard in known.plan.shards)
     # An exception in the middle of Ray's own start ends the process with a segmentation fault.
     with ExitStack() as stack:
@@ -164,7 +164,7 @@ def scale(
     if as_json:
         print_json({"run": name, "shard": shard, "replicas": replicas})
     else:
-        out.print(f"shard {shard} of run {name}: {replicas} instances")
+        out.print(f"shard {shard} of run {name}: {counted(replicas, 'instance')}")
 
 
 def drain(

@@ -11,17 +11,18 @@ from rich.console import Console
 
 from ...collector import CompletedGroup, GroupFailure
 from ...collector.timing import COUNTERS, DEFAULT_PREFIX
-from .console import add_row, new_table, out, seconds, show_table
+from .console import add_row, counted, new_table, out, seconds, show_table
 from .result_lines import reward_of
 
 _TIMES = ("queue_wait", "environment", "publish", "postprocess_results")
 # So many reasons are shown; a batch may have thousands, and all of them stand in the results.
 _REASONS_SHOWN = 3
+# One, and several.
 _COUNTED = {
-    "retries": "retries",
-    "redeliveries": "taken over",
-    "stale_writes": "refused writes",
-    "duplicate_rows": "duplicate rows",
+    "retries": ("retry", "retries"),
+    "redeliveries": ("taken over", "taken over"),
+    "stale_writes": ("refused write", "refused writes"),
+    "duplicate_rows": ("duplicate row", "duplicate rows"),
 }
 
 
@@ -134,15 +135,16 @@ def verdict(summary: Summary) -> str:
     rows = sum(tally.rows for tally in summary.routes.values())
     rate = f", {rows / summary.took_s:.0f} rows/s" if summary.took_s > 0 else ""
     cancelled = summary.groups - summary.completed - summary.failed
-    counts = (
-        f"{summary.groups} groups = {summary.completed} completed + {summary.failed} failed + {cancelled} cancelled"
-    )
+    groups = counted(summary.groups, "group")
+    counts = f"{groups} = {summary.completed} completed + {summary.failed} failed + {cancelled} cancelled"
     events = [
-        f"{int(number)} {words}"
+        counted(int(number), *words)
         for name, words in _COUNTED.items()
         if (number := summary.metrics.get(f"{DEFAULT_PREFIX}/{name}", 0.0))
     ]
-    return f"{counts}; {rows} rows in {seconds(summary.took_s)}{rate}" + (f" ({', '.join(events)})" if events else "")
+    return f"{counts}; {counted(rows, 'row')} in {seconds(summary.took_s)}{rate}" + (
+        f" ({', '.join(events)})" if events else ""
+    )
 
 
 def _finite(value: float | None) -> float | None:

@@ -16,7 +16,7 @@ from ...broker.errors import BrokerTimeoutError, BrokerUnavailableError, ConfigE
 from ...broker.inspection import RunState, ShardState, find_runs, inspect_run
 from ...broker.keys import Keys
 from ...broker.steps import ask
-from .console import add_row, clock, new_table, out, print_json, say, seconds, show_table
+from .console import add_row, clock, counted, new_table, out, print_json, say, seconds, show_table
 from .targets import AsJson, BrokerUrl, RunName, on_broker, on_run, the_run
 
 _SHARD_COLUMNS = ("shard", "queued", "running", "delayed", "parked", "oldest", "alive", "slots", "dead")
@@ -72,7 +72,7 @@ def show_all(states: Sequence[RunState], *, as_json: bool) -> None:
     if as_json:
         print_json({"runs": [dataclasses.asdict(state) for state in states]})
     elif not states:
-        out.print("no run on this broker")
+        out.print("no run on this broker; start one with `rolloutbus up` or `rolloutbus run`, or name another broker")
     else:
         for state in states:
             show(state)
@@ -82,10 +82,9 @@ def show_all(states: Sequence[RunState], *, as_json: bool) -> None:
 def show(state: RunState) -> None:
     """The run's tables on standard output."""
     fleet = "up" if state.fleet else "none"
-    out.print(
-        f"run {state.run}: fleet {fleet}, {len(state.batches)} open batches, {state.dead_letters} dead letters",
-        style="bold",
-    )
+    batches = counted(len(state.batches), "open batch", "open batches")
+    letters = counted(state.dead_letters, "dead letter")
+    out.print(f"run {state.run}: fleet {fleet}, {batches}, {letters}", style="bold")
     if state.shards:
         show_table(_shard_table(state))
     instances = [instance for shard in state.shards for instance in shard.instances]
@@ -155,4 +154,4 @@ def cancel(
     if as_json:
         print_json({"batch": batch, "cancelled_groups": stopped})
     else:
-        out.print(f"batch {batch}: {stopped} groups cancelled")
+        out.print(f"batch {batch}: {counted(stopped, 'group')} cancelled")

@@ -105,7 +105,7 @@ def test_operator_cancels_replays_and_drops_but_the_observer_may_not(
         monkeypatch.setenv("REDIS_URL", url_of(guarded_broker, "operator"))
         assert call("cancel", batch.id, "--json").json["cancelled_groups"] == 2
         assert call("dead", "replay", "--all", code=1).out.count('"failure"') == 2
-        assert "1 dead letters dropped" in call("dead", "drop", "--all").out
+        assert "1 dead letter dropped" in call("dead", "drop", "--all").out
     finally:
         stage.strike()
 

@@ -6,7 +6,7 @@ import json
 import logging
 
 import pytest
-from rolloutbus.trainer.cli.console import ShownFormatter, shown
+from rolloutbus.trainer.cli.console import ShownFormatter, counted, shown
 
 from .conftest import RUN, Stage, call
 
@@ -28,6 +28,12 @@ def test_control_characters_are_shown_and_lines_and_other_scripts_stay() -> None
 def test_a_log_line_sends_no_control_characters() -> None:
     record = logging.LogRecord("n", logging.ERROR, "f", 1, "failed: %s", (EVIL,), None)
     assert ShownFormatter().format(record) == f"failed: {HARMLESS}"
+
+
+@pytest.mark.parametrize(("number", "said"), [(0, "0 open batches"), (1, "1 open batch"), (2, "2 open batches")])
+def test_one_is_counted_as_one(number: int, said: str) -> None:
+    assert counted(number, "open batch", "open batches") == said
+    assert counted(number, "group") == f"{number} group{'s' * (number != 1)}"
 
 
 def bury(stage: Stage) -> str:

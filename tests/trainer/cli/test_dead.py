@@ -47,7 +47,9 @@ def test_show_with_rows_and_json_is_one_document(stage: Stage) -> None:
 def test_replay_runs_the_group_again_and_prints_what_comes_back(stage: Stage) -> None:
     instance = stage.instance()
     (letter,) = bury(stage, "fail")
-    assert call("dead", "replay", letter, code=1).out.count('"failure"') == 2
+    failed = call("dead", "replay", letter, code=1)
+    assert failed.out.count('"failure"') == 2
+    assert "1 group failed again" in failed.said
     (again,) = (found["id"] for found in call("dead", "list", "--json").json["dead_letters"])
     assert again != letter, "its new letter takes the old one's place"
     instance.environment.mended = True
@@ -59,7 +61,7 @@ def test_replay_runs_the_group_again_and_prints_what_comes_back(stage: Stage) ->
 def test_drop_deletes_the_named_or_all(stage: Stage) -> None:
     stage.instance()
     first, *others = bury(stage, "fail", "fail", "fail")
-    assert "1 dead letters dropped" in call("dead", "drop", first).out
+    assert "1 dead letter dropped" in call("dead", "drop", first).out
     assert [letter["id"] for letter in call("dead", "list", "--json").json["dead_letters"]] == others
     assert "2 dead letters dropped" in call("dead", "drop", "--all").out
 

@@ -15,7 +15,7 @@ from rolloutbus.collector import GroupFailure
 from rolloutbus.trainer.cli.console import PlainConsole
 from rolloutbus.trainer.cli.rows import FileRows
 from rolloutbus.trainer.cli.run_command import Job, work
-from rolloutbus.trainer.cli.run_summary import Summary, reasons, show
+from rolloutbus.trainer.cli.run_summary import Summary, reasons, show, verdict
 
 from .conftest import ROUTE, RUN, SHARD, Stage, rows_of
 
@@ -72,3 +72,8 @@ def test_an_instance_that_completed_none_is_in_the_table(capsys: pytest.CaptureF
     show(summary, console=PlainConsole())
     assert re.search(r"math/0 +1 +0\.00s", shown := capsys.readouterr().out)
     assert re.search(r"math/1 +0 +- +-", shown)
+
+
+def test_one_of_anything_is_told_as_one() -> None:
+    summary = Summary(groups=1, completed=1, metrics={"timing/rollout/retries": 1.0})
+    assert verdict(summary) == "1 group = 1 completed + 0 failed + 0 cancelled; 0 rows in 0.00s (1 retry)"

@@ -39,6 +39,7 @@ def test_status_table_fits_80_columns_and_names_shard_and_batch(stage: Stage) ->
     batch = stage.batch(rows_of("wait", "wait", "wait"))
     comes_true(lambda: stage.status(batch, 1) == "running")
     shown = call("status", "--run", RUN).out
+    assert "1 open batch, 0 dead letters" in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert SHARD in shown
     assert batch.id in shown
@@ -57,7 +58,7 @@ def test_status_tells_no_secret(stage: Stage) -> None:
 
 def test_status_of_an_empty_broker_says_so(broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDIS_URL", broker.url)
-    assert "no run" in call("status").out
+    assert "no run on this broker; start one with `rolloutbus up`" in " ".join(call("status").out.split())
     assert call("status", "--json").json == {"runs": []}
 
 
