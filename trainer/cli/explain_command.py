@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ...broker.group_life import GroupEvent, GroupLife, read_group_life
 from ...broker.settings import BrokerSettings
-from .console import add_row, clock, new_table, out, print_json, seconds, show_table
+from .console import add_row, clock, counted, new_table, out, print_json, seconds, show_table
 from .targets import AsJson, BrokerUrl, RunName, on_run
 
 _COLUMNS = ("time (UTC)", "after", "what", "attempt", "instance", "detail")
@@ -19,7 +19,7 @@ _BAD = frozenset({"lost", "refused", "retry", "dead", "abandoned", "foreign"})
 _WORDS = {
     "accepted": "rows in",
     "finished": "finished",
-    "lost": "lease lost",
+    "lost": "lease over",
     "refused": "write refused",
     "retry": "failed, will retry",
     "released": "handed back",
@@ -69,7 +69,7 @@ def headline(life: GroupLife) -> Iterator[str]:
         )
     else:
         holder = f" on {record.instance}" if record.status == "running" else ""
-        progress = f"attempt {record.attempt}, {record.accepted_rows} rows accepted"
+        progress = f"attempt {record.attempt}, {counted(record.accepted_rows, 'row')} accepted"
         yield f"{name} ({life.batch_state}): {record.status}{holder}, {progress}"
     if record is not None and record.idle_s is not None:
         left = BrokerSettings().lease_s - record.idle_s
@@ -100,8 +100,14 @@ def _table(life: GroupLife) -> Table:
     return table
 
 
+# The event does not tell which: the fleet gives the leases of a process that died free by making them old.
+_EXPIRED, _OVER = "lease expired; ", "run out, or its instance died; "
+
+
 def _detail(event: GroupEvent) -> str:
     """Accepted rows stand in an event as positions in the group."""
+    if event.kind == "lost" and event.detail.startswith(_EXPIRED):
+        return _OVER + event.detail.removeprefix(_EXPIRED)
     if event.kind in ("accepted", "finished") and event.detail:
         return "all rows" if event.detail == "all" else f"rows {event.detail} of the group"
     return event.detail

@@ -45,6 +45,17 @@ def test_a_dead_group_shows_failure_and_traceback(stage: Stage) -> None:
     assert "Traceback" in shown
 
 
+def test_a_lease_that_is_over_may_have_been_given_free(stage: Stage) -> None:
+    """It was said to have expired also where the fleet had seen its process die and had given it free at once."""
+    detail = "lease expired; taken over by math/1"
+    event = {"kind": "lost", "batch": "b", "group": "0", "attempt": "1", "instance": "math/0", "detail": detail}
+    stage.redis.xadd(stage.keys.events, event)
+    shown = call("explain", "b", "0")
+    words = " ".join(shown.out.split())
+    assert "lease over" in words
+    assert "run out, or its instance died; taken over by math/1" in words
+
+
 def test_trimmed_events_are_said_to_be_missing(stage: Stage) -> None:
     stage.instance()
     batch = stage.batch(rows_of("wait"))
