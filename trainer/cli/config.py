@@ -10,12 +10,13 @@ from typing import Annotated, Any, cast
 
 import typer
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ...broker.errors import ConfigError
 from ...broker.settings import broker_url
 from ...shard_workers.yaml_files import load_yaml
+from .console import counted
 
 URL_KEY = "rolloutbus.broker.url"
 RUN_KEY = "rolloutbus.run"
@@ -146,7 +147,20 @@ def _set(root: DictConfig, key: str, value: Any, said: str) -> None:
     try:
         OmegaConf.update(root, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, AssertionError, IndexError, TypeError, ValueError) as error:
-        raise ConfigError(f"override {said!r} cannot be put into the config: {_first_line(error)}") from None
+        why = _short_list(root, key) or _first_line(error)
+        raise ConfigError(f"override {said!r} cannot be put into the config: {why}") from None
+
+
+def _short_list(root: DictConfig, key: str) -> str:
+    """Which list on the way of `key` is too short for it; nothing where none is."""
+    node: Any = root
+    parts = re.findall(r"[^.\[\]]+", key)
+    for at, part in enumerate(parts):
+        if isinstance(node, ListConfig) and part.isdecimal() and int(part) >= len(node):
+            there = f"{counted(len(node), 'entry', 'entries')}" + (f", 0 to {len(node) - 1}" if node else "")
+            return f"{'.'.join(parts[:at])} has {there}"
+        node = _select(root, ".".join(parts[: at + 1]))
+    return ""
 
 
 def _first_line(error: BaseException) -> str:

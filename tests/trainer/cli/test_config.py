@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from rolloutbus.broker.errors import ConfigError
 from rolloutbus.trainer.cli.config import configured_url, load_config, with_target
 from rolloutbus.trainer.cli.rows import read_rows
 
@@ -42,6 +43,13 @@ def path(tmp_path: Path) -> Path:
 )
 def test_overrides_are_read_as_hydra_reads_them(path: Path, override: str, key: str, value: object) -> None:
     assert OmegaConf.select(load_config(path, [override]), key) == value
+
+
+@pytest.mark.parametrize("key", ["shards[5].replicas", "shards.5.replicas", "shards[2]"])
+def test_an_index_that_a_list_lacks_is_told_with_those_it_has(path: Path, key: str) -> None:
+    """It was `list index out of range`, Python's own words."""
+    with pytest.raises(ConfigError, match=r"env\.nemo_gym\.shards has 2 entries, 0 to 1$"):
+        load_config(path, [f"env.nemo_gym.{key}=3"])
 
 
 def test_keys_of_other_programs_stay_and_can_be_overridden(path: Path) -> None:
