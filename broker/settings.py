@@ -6,6 +6,7 @@ words.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -88,7 +89,10 @@ def settings_from(model: type[Model], values: Mapping[str, Any], where: str) -> 
 def _explain(item: Any, model: type[BaseModel], where: str) -> str:
     path = ".".join([where, *(str(part) for part in item["loc"])])
     if item["type"] == "extra_forbidden":
-        return f"{path} is not a known key; known here: {', '.join(sorted(_known(model, item['loc'])))}"
+        known = sorted(_known(model, item["loc"]))
+        close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.7)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        return f"{path} is not a known key{hint}; known here: {', '.join(known)}"
     if item["type"] == "value_error":
         return f"{path}: {item['ctx']['error']}"
     # A secret must not reach a log because its neighbour was mistyped, nor as part of a whole that has the wrong type.

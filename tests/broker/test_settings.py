@@ -35,13 +35,17 @@ def test_an_instance_shows_signs_of_life_before_its_record_expires(lease_s: floa
 
 def test_an_unknown_key_is_named_with_its_path_and_the_known_ones():
     message = wrong({"lease": 3})
-    assert message.startswith("rolloutbus.broker.lease is not a known key; known here: abandon_after_s, ")
+    assert message.startswith(
+        "rolloutbus.broker.lease is not a known key (did you mean 'lease_s'?); known here: abandon_"
+    )
     assert "lease_s" in message
 
 
 def test_an_unknown_key_deeper_down_is_named_with_its_whole_path():
     message = wrong({"broker": {"lease": 3}}, Outer, "rolloutbus")
-    assert message.startswith("rolloutbus.broker.lease is not a known key; known here: abandon_after_s, ")
+    assert message.startswith(
+        "rolloutbus.broker.lease is not a known key (did you mean 'lease_s'?); known here: abandon_"
+    )
 
 
 def test_every_wrong_value_is_told():

@@ -117,9 +117,13 @@ def test_unsharded_is_one_shard_that_takes_everything() -> None:
         (
             "rolloutbus.fleat",
             {},
-            r"rolloutbus\.fleat is not a known key; known here: broker, environment, fleet, run, workers",
+            r"rolloutbus\.fleat is not a known key \(did you mean 'fleet'\?\); known here: broker, .*, workers",
         ),
-        ("rolloutbus.broker.lese_s", 3, r"rolloutbus\.broker\.lese_s is not a known key; known here: .*lease_s"),
+        (
+            "rolloutbus.broker.lese_s",
+            3,
+            r"rolloutbus\.broker\.lese_s is not a known key \(did you mean 'lease_s'\?\); known",
+        ),
         ("rolloutbus.broker.lease_s", "long", r"rolloutbus\.broker\.lease_s: .*'long'"),
         ("rolloutbus.broker", 3, r"rolloutbus\.broker: .*3"),
         ("rolloutbus.fleet.max_restarts", -1, r"rolloutbus\.fleet\.max_restarts: .*-1"),

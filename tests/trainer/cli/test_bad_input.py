@@ -43,6 +43,10 @@ def run_says(*words: str, config: str = "good.yaml", rows: str = "rows.jsonl", o
     [
         ("rolloutbus:\n  brokr: {}\nenv: {nemo_gym: {}}\n", "rolloutbus.brokr is not a known key"),
         ("rolloutbus:\n  workers: {slotz: 3}\nenv: {nemo_gym: {}}\n", "rolloutbus.workers.slotz is not a known key"),
+        (
+            "rolloutbus:\n  workers: {slot: 3}\nenv: {nemo_gym: {}}\n",
+            "workers.slot is not a known key (did you mean 'slots'?)",
+        ),
         ("rolloutbus: {environment: functions}\n", "`env.nemo_gym` is missing"),
         ("a: 1\nb: [1\nc: 2\n", "broken.yaml, line 3 is no valid YAML"),
         ("- 1\n- 2\n", "holds a list"),
