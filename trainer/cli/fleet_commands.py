@@ -126,7 +126,11 @@ def up(
         broker_of(url) as used,
         running_fleet(with_target(root, used, run), interrupts, replace=replace) as fleet,
     ):
-        out.print(f'run {fleet.run} is up; trainers connect to "{redacted(used)}"', soft_wrap=True)
+        if url is None:
+            out.print(f"run {fleet.run} is up; trainers find its broker by")
+            out.print(f'export REDIS_URL="{used}"', soft_wrap=True)
+        else:
+            out.print(f"run {fleet.run} is up; trainers use this broker and --run {fleet.run}", soft_wrap=True)
         out.file.flush()
         interrupts.wait(lambda: _look_at(fleet))
 

@@ -234,9 +234,11 @@ def test_up_serves_scales_drains_and_ends_on_sigterm(folder: Path, monkeypatch: 
         with Program(folder, "up", "-c", "c.yaml", "--run", "exp7", "--broker-url", url) as fleet:
             assert fleet.process.stdout is not None
             ready = fleet.process.stdout.readline()
-            assert "run exp7 is up" in ready, fleet.wait()
+            assert "run exp7 is up; trainers use this broker and --run exp7" in ready, fleet.wait()
             assert url not in ready, "the password is not printed"
-            assert call("scale", "math", "2").out.strip() == "shard math of run exp7: 2 instances"
+            scaled = call("scale", "math", "2")
+            assert scaled.out.strip() == "shard math of run exp7: 2 instances"
+            assert "asked the fleet" in scaled.said
             shard = call("status", "--run", "exp7", "--json").json["runs"][0]["shards"][0]
             assert len(shard["instances"]) == 2
             assert [line for line in call("doctor").out.splitlines() if line.startswith("wrong")] == []
