@@ -150,10 +150,11 @@ def _check_rows(source: str | None, routes: Mapping[str, str] | None) -> str:
     with found.told_by_line():
         check_rows(found.rows, 1)
     rows, is_or_are = counted(len(found.rows), "row"), "is" if len(found.rows) == 1 else "are"
+    each = f"every one of {rows}" if found.rows[1:] else "its one row"
     if routes is None:
-        return f"The config is sound, and so {is_or_are} {rows}; which routes there are is known only with --entries."
+        return f"The config is sound, and so {is_or_are} {rows}; routes are known only with --entries."
     check_routes(found, routes)
-    return f"The config is sound, and every one of {rows} has a shard that hosts its route."
+    return f"The config is sound, and {each} has a shard that hosts its route."
 
 
 def _show(fleet: FleetConfig, shards: list[PlannedShard]) -> None:

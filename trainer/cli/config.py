@@ -157,7 +157,7 @@ def _short_list(root: DictConfig, key: str) -> str:
     parts = re.findall(r"[^.\[\]]+", key)
     for at, part in enumerate(parts):
         if isinstance(node, ListConfig) and part.isdecimal() and int(part) >= len(node):
-            there = f"{counted(len(node), 'entry', 'entries')}" + (f", 0 to {len(node) - 1}" if node else "")
+            there = f"{counted(len(node), 'entry', 'entries')}" + (f", from 0 to {len(node) - 1}" if node[1:] else "")
             return f"{'.'.join(parts[:at])} has {there}"
         node = _select(root, ".".join(parts[: at + 1]))
     return ""

@@ -248,6 +248,10 @@ def test_the_quickstart_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_one_row_is_told_as_one() -> None:
+    assert "and its one row has a shard" in " ".join(call("check", "-c", "good.yaml", "-r", "rows.jsonl").out.split())
+
+
 def test_unknown_persistence_and_role_are_named() -> None:
     assert "--persistence 'sometimes' is not known" in call("broker", "--persistence", "sometimes", code=2).said
     assert "--role 'king' is not known" in call("acl", "--role", "king", code=2).said

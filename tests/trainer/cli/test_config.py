@@ -48,7 +48,7 @@ def test_overrides_are_read_as_hydra_reads_them(path: Path, override: str, key: 
 @pytest.mark.parametrize("key", ["shards[5].replicas", "shards.5.replicas", "shards[2]"])
 def test_an_index_that_a_list_lacks_is_told_with_those_it_has(path: Path, key: str) -> None:
     """It was `list index out of range`, Python's own words."""
-    with pytest.raises(ConfigError, match=r"env\.nemo_gym\.shards has 2 entries, 0 to 1$"):
+    with pytest.raises(ConfigError, match=r"env\.nemo_gym\.shards has 2 entries, from 0 to 1$"):
         load_config(path, [f"env.nemo_gym.{key}=3"])
 
 
