@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import reprlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, TypeAlias, cast
 
 from ...broker.errors import ClosedError, ConfigError, EnvironmentContractError, RouteError
 from ...broker.routes import route_of
+from ..plan_text import names
 from .base import Result, Row, RowOutcome
 from .config_files import merge_config_paths
 from .exits import EXITS, contained
@@ -164,12 +166,33 @@ async def _run_row(stack: _Stack, row: Row, barrier: GroupBarrier, position: int
         raise contained(error, f"{entry.spec} (entry {entry.name!r})") from error
     finally:
         slot.release()
-    if not isinstance(result, dict):
+    if (wrong := _what_is_wrong(result)) is not None:
         raise EnvironmentContractError(
-            f"{entry.spec} (entry {entry.name!r}) returned {type(result).__name__} "
+            f"{entry.spec} (entry {entry.name!r}) returned {wrong} "
             f"for row {row.get('_rowidx')}; return a dict with at least 'reward' and 'response'"
         )
     return cast(Result, result)
+
+
+def _what_is_wrong(result: object) -> str | None:
+    """What a function must not return, in words. A reward that is missing would be trained on as nothing, or as 0."""
+    if not isinstance(result, dict):
+        return type(result).__name__
+    fields = cast("Mapping[object, object]", result)
+    # NeMo RL's shape has it there, and so `run` looks there too.
+    if "reward" not in fields and isinstance(inner := fields.get("full_result"), Mapping):
+        fields = cast("Mapping[object, object]", inner)
+    if "reward" not in fields:
+        return f"a dict without 'reward' (its keys: {names(map(str, fields))})"
+    reward = fields["reward"]
+    return None if _is_real_number(reward) else f"the reward {reprlib.repr(reward)}, which is no number,"
+
+
+def _is_real_number(value: object) -> bool:
+    """Any scalar will do, of numpy and torch too; their strings and arrays can be floats by name only."""
+    if isinstance(value, str | bytes | complex) or getattr(value, "ndim", 0):
+        return False
+    return hasattr(type(value), "__float__")
 
 
 def _entry_of(row: Row, entries: Mapping[str, _Entry]) -> _Entry:

@@ -7,6 +7,7 @@ import logging
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 import pytest
 from rolloutbus.broker.errors import ClosedError, EnvironmentContractError, RouteError
 from rolloutbus.shard_workers.environments import Environment, GroupBrokenError, RolloutContext, functions
@@ -137,11 +138,50 @@ async def test_a_result_that_is_no_dict_breaks_the_contract(start: Start, return
     assert f"(entry 'probe') returned {named} for row 0" in str(outcomes[0])
 
 
-async def test_an_empty_dict_is_a_result(start: Start) -> None:
-    async def empty(row: Row, context: RolloutContext) -> Row:
-        return {}
+class Opaque:
+    """Numbers that know no other name than `__float__`, as scalars of array libraries do."""
 
-    assert await run(await start(empty), group(1)) == {0: {}}
+    def __float__(self) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        ({}, "a dict without 'reward' (its keys: (none))"),
+        ({"score": 1}, "a dict without 'reward' (its keys: 'score')"),
+        ({"reward": "0.5"}, "the reward '0.5', which is no number,"),
+        ({"reward": None}, "the reward None, which is no number,"),
+        ({"reward": [1.0]}, "the reward [1.0], which is no number,"),
+        ({"reward": np.str_("0.5")}, "the reward np.str_('0.5'), which is no number,"),
+        ({"reward": np.zeros(1)}, "the reward array([0.]), which is no number,"),
+        ({"reward": 1j}, "the reward 1j, which is no number,"),
+    ],
+)
+async def test_a_result_without_a_reward_breaks_the_contract(start: Start, returned: Row, named: str) -> None:
+    """It passed as a success: `run` printed a reward of `-`, no failure, and exit code 0."""
+
+    async def returns(row: Row, context: RolloutContext) -> Row:
+        return returned
+
+    outcomes = await run(await start(returns), group(1))
+    assert isinstance(outcomes[0], EnvironmentContractError)
+    assert f"(entry 'probe') returned {named} for row 0; return a dict with" in str(outcomes[0])
+
+
+@pytest.mark.parametrize("reward", [True, 1, -0.5, float("nan"), np.float32(0.5), np.int64(1), np.ones(()), Opaque()])
+async def test_any_real_number_is_a_reward(start: Start, reward: Any) -> None:
+    async def rewards(row: Row, context: RolloutContext) -> Row:
+        return {"reward": reward}
+
+    assert (await run(await start(rewards), group(1)))[0]["reward"] is reward
+
+
+async def test_a_reward_may_stand_in_the_full_result_as_nemo_rl_has_it(start: Start) -> None:
+    async def nested(row: Row, context: RolloutContext) -> Row:
+        return {"full_result": {"reward": 0.5}}
+
+    assert await run(await start(nested), group(1)) == {0: {"full_result": {"reward": 0.5}}}
 
 
 async def test_a_route_that_is_not_hosted_fails_its_row_and_names_the_hosted(start: Start) -> None:
@@ -163,18 +203,20 @@ async def test_what_a_function_does_to_its_row_is_seen_by_nobody_else(start: Sta
         row["responses_create_params"]["input"].append({"role": "assistant"})
         del row["agent_ref"]
         row["_rowidx"] = -1
-        return {"turns": len(row["responses_create_params"]["input"]), "same_leaf": row["leaf"] is leaf}
+        turns = len(row["responses_create_params"]["input"])
+        return {"reward": turns, "same_leaf": row["leaf"] is leaf}
 
     rows = [{**row, "responses_create_params": shared, "leaf": leaf} for row in group(2)]
     outcomes = await run(await start(writes), rows)
-    assert outcomes == {0: {"turns": 2, "same_leaf": True}, 1: {"turns": 2, "same_leaf": True}}
+    assert outcomes == {0: {"reward": 2, "same_leaf": True}, 1: {"reward": 2, "same_leaf": True}}
     assert len(shared["input"]) == 1
 
 
 async def test_the_context_carries_policy_entry_and_the_entrys_other_options(start: Start) -> None:
     async def reports(row: Row, context: RolloutContext) -> Row:
         answer = await context.policy.complete([{"role": "user", "content": "Hm?"}], seed=1)
-        return {"answer": answer, "entry": context.entry, "options": context.options, "siblings": context.group.size}
+        siblings = context.group.size
+        return {"reward": 1, "answer": answer, "entry": context.entry, "options": context.options, "siblings": siblings}
 
     environment = await start(reports, max_concurrency=2, tolerance=0.5, nested={"deep": [1]})
     outcome = (await run(environment, group(3)))[0]
@@ -310,7 +352,7 @@ class Counting:
         self.most = max(self.most, self.now)
         await asyncio.sleep(0)
         self.now -= 1
-        return {"values": values}
+        return {"reward": 1, "values": values}
 
 
 async def test_an_entrys_limit_holds_over_all_groups(start: Start) -> None:
@@ -337,7 +379,7 @@ async def test_a_sibling_failing_does_not_hang_the_gather_and_is_reported_first(
     async def last_fails(row: Row, context: RolloutContext) -> Row:
         if row["_rowidx"] == 2:
             raise TimeoutError("the judge is slow")
-        return {"values": await context.group.gather(row["_rowidx"])}
+        return {"reward": 1, "values": await context.group.gather(row["_rowidx"])}
 
     environment = await start(last_fails)
     async with asyncio.timeout(10):

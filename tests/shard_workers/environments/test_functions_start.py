@@ -15,13 +15,13 @@ from rolloutbus.shard_workers.environments.offline import OfflinePolicy
 SOURCE = """
 class Judge:
     async def score(self, row, context):
-        return {"by": "a method"}
+        return {"reward": 1, "by": "a method"}
 
     async def __call__(self, row, context):
-        return {"by": "an object"}
+        return {"reward": 1, "by": "an object"}
 
 async def answer(row, context):
-    return {"by": "a function"}
+    return {"reward": 1, "by": "a function"}
 
 async def alone(row):
     return {}
@@ -65,7 +65,11 @@ async def test_entries_are_the_mappings_that_name_a_function(folder: Path) -> No
     assert environment.list_entries() == {"first": types, "second": types, "third": types}
     rows = [{"_rowidx": place, "agent_ref": {"name": name}} for place, name in enumerate(["first", "second", "third"])]
     found = {row["_rowidx"]: result async for row, result in environment.run_rollouts(rows)}
-    assert found == {0: {"by": "a function"}, 1: {"by": "an object"}, 2: {"by": "a method"}}
+    assert found == {
+        0: {"reward": 1, "by": "a function"},
+        1: {"reward": 1, "by": "an object"},
+        2: {"reward": 1, "by": "a method"},
+    }
     await environment.stop()
     assert asyncio.all_tasks() == {asyncio.current_task()}
 

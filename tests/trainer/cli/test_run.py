@@ -210,7 +210,7 @@ def test_a_signal_while_ray_starts_gives_its_code_and_leaves_nothing(
 
 def test_two_interrupts_end_at_once_and_leave_nothing(folder: Path) -> None:
     (folder / "math.yaml").write_text('slow: {function: "own_functions:stubborn", seconds: 1}\n')
-    stubborn = "import time\nasync def stubborn(row, context):\n    time.sleep(8)\n    return {}\n"
+    stubborn = "import time\nasync def stubborn(row, context):\n    time.sleep(8)\n    return {'reward': 0}\n"
     (folder / "own_functions.py").write_text(stubborn)
     with Program(folder, "run", "-c", "c.yaml", "-r", "rows.jsonl", "-n", "2", "-o", "o.jsonl") as program:
         until(lambda: program.look() and (folder / "o.jsonl").exists())
