@@ -35,6 +35,9 @@ CONFIG_DIR_KEY: Final = "config_dir"
 BASE_URL_KEY: Final = "policy_base_url"
 MODEL_NAME_KEY: Final = "policy_model_name"
 
+# They run in the instance's own process, so that no port of a range would ever be listened on.
+_OPEN_NO_PORTS: Final = frozenset({"functions"})
+
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 
 
@@ -101,8 +104,29 @@ class FleetConfig:
         return self.fleet.actor_cpus if shard.actor_cpus is None else shard.actor_cpus
 
     @property
+    def cpus(self) -> float:
+        """Of all instances together."""
+        return sum(self.actor_cpus(shard) * shard.replicas for shard in self.plan.shards)
+
+    @property
     def one_node_each(self) -> bool:
         return self.plan.placement_strategy == DEFAULT_PLACEMENT_STRATEGY
+
+    @property
+    def hopeless_here(self) -> str | None:
+        """Why a local Ray could never place it: that is one node for ever, so there is no use in waiting for others."""
+        bundles, strategy = self.plan.total_instances, self.plan.placement_strategy
+        if bundles == 1 or not self.one_node_each:
+            return None
+        return (
+            f"{bundles} instances under {strategy} need {bundles} nodes, and a local Ray is one; join a cluster with "
+            f"`{ROOT}.fleet.address`, or set `{CONFIG_ROOT}.placement_strategy: PACK`, which is for one machine"
+        )
+
+    @property
+    def opens_ports(self) -> bool:
+        """Whether its stacks listen on ports, so that ranges mean anything."""
+        return self.environment not in _OPEN_NO_PORTS
 
     def port_slots(self, shard: ShardSpec) -> int:
         """Into how many slices the shard's port range is cut; more than `replicas` where it has room for more."""
@@ -111,10 +135,12 @@ class FleetConfig:
         return max(shard.replicas, (shard.port_range_high - shard.port_range_low) // self.fleet.ports_per_replica)
 
     def port_range(self, shard: ShardSpec, slot: int) -> tuple[int, int] | None:
-        """The half-open port range of the instance in `slot`; no two slots share a port.
+        """The half-open port range of the instance in `slot`; no two slots share a port. None where there is none.
 
         Past the last slice an instance with a node of its own gets the whole range; on a shared node it is refused.
         """
+        if not self.opens_ports:
+            return None
         slots = self.port_slots(shard)
         if slot < slots:
             return replica_port_range(dataclasses.replace(shard, replicas=slots), slot)
@@ -168,7 +194,7 @@ def read_fleet_config(config: ConfigSource) -> FleetConfig:
     section = settings_from(_Section, {**raw, "broker": _with_url(raw.get("broker"))}, ROOT)
     Keys(section.run)
     gym = _gym_node(root)
-    plan = parse_shard_plan(gym)
+    plan = parse_shard_plan(gym, opens_ports=section.environment not in _OPEN_NO_PORTS)
     sharded = plan is not None
     plan = plan or _unsharded_plan(gym)
     return FleetConfig(

@@ -51,8 +51,10 @@ __all__ = [
 ]
 
 
-def parse_shard_plan(nemo_gym_config: Mapping[str, Any]) -> ShardPlan | None:
+def parse_shard_plan(nemo_gym_config: Mapping[str, Any], *, opens_ports: bool = True) -> ShardPlan | None:
     """Read `env.nemo_gym`, plain or OmegaConf; None if it has no `shards`, which is the unsharded run.
+
+    Stacks that open no ports cannot fight for one: with `opens_ports=False` ranges are neither needed nor compared.
 
     Raises `ShardConfigError` with the key path of everything that is wrong. The rules are those of the shard
     plan section in the documentation; without `shards` none of them applies.
@@ -69,7 +71,8 @@ def parse_shard_plan(nemo_gym_config: Mapping[str, Any]) -> ShardPlan | None:
         allowed_duplicate_entries=frozenset(settings.allowed_duplicate_entries),
         placement_strategy=settings.placement_strategy,
     )
-    check_ports(plan.shards, plan.placement_strategy)
+    if opens_ports:
+        check_ports(plan.shards, plan.placement_strategy)
     return plan
 
 

@@ -49,12 +49,9 @@ class ShardFleet:
         or `FleetError` when the run has another fleet; then nothing is left running.
         """
         known = config if isinstance(config, FleetConfig) else read_fleet_config(config)
-        plan = known.plan
-        cpus = sum(known.actor_cpus(shard) * shard.replicas for shard in plan.shards)
-        session = RaySession(known.fleet.address, cpus)
+        session = RaySession(known)
         thread: LoopThread | None = None
         try:
-            session.refuse_hopeless(plan.total_instances, plan.placement_strategy)
             thread = LoopThread(f"rolloutbus-fleet-{known.run}")
             fleet = cls(known, session, thread)
             thread.run(fleet._start(base_urls, model_name, replace=replace))

@@ -17,9 +17,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.placement_group import placement_group_table as describe  # pyright: ignore[reportUnknownVariableType]
 
-from ..fleet_config import cluster_address
+from ..fleet_config import FleetConfig, cluster_address
 from ..plan_errors import ShardSetupError
-from ..plan_spec import DEFAULT_PLACEMENT_STRATEGY
 
 _POLL_S = 0.05
 # Long for a bundle's return, short for whoever shuts down a cluster that is half gone.
@@ -42,18 +41,19 @@ LOCAL_ROOM = 4
 
 
 class RaySession:
-    """The connection to Ray; `started_here` tells whether this fleet opened it, `local` whether it started the cluster
-    too.
+    """The connection to Ray for a fleet; `started_here` tells whether it was opened here.
+
+    Raises `ShardSetupError` where there is none to be had, and before one starts on which the plan could never run.
     """
 
-    def __init__(self, address: str | None, cpus: float) -> None:
+    def __init__(self, config: FleetConfig) -> None:
         self.started_here = not ray.is_initialized()
-        self.local = False
         if not self.started_here:
             return
-        address = cluster_address(address)
-        self.local = address is None
-        options: dict[str, Any] = {"address": address} if address else _local_options(cpus)
+        address = cluster_address(config.fleet.address)
+        if address is None and (why := config.hopeless_here) is not None:
+            raise ShardSetupError(why)
+        options: dict[str, Any] = {"address": address} if address else _local_options(config.cpus)
         try:
             # Ray's own word of its start is no news to whoever starts a fleet.
             cast("Any", ray).init(log_to_driver=False, logging_level="WARNING", **options)
@@ -63,15 +63,6 @@ class RaySession:
                 f"cannot connect to {where}: {type(error).__name__}: {error}; check `rolloutbus.fleet.address` "
                 "and that it runs"
             ) from None
-
-    def refuse_hopeless(self, bundles: int, strategy: str) -> None:
-        """A local Ray is one node for ever, so there is no use in waiting for others."""
-        if self.local and bundles > 1 and strategy == DEFAULT_PLACEMENT_STRATEGY:
-            raise ShardSetupError(
-                f"{bundles} instances under {strategy} need {bundles} nodes, and a local Ray is one; join a cluster "
-                "with `rolloutbus.fleet.address`, or set `env.nemo_gym.placement_strategy: PACK`, which is for one "
-                "machine"
-            )
 
     def close(self) -> None:
         """End what was started here; safe twice."""

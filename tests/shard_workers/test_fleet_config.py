@@ -18,7 +18,7 @@ SHARDED: dict[str, Any] = {
     "policy_name": "m",
     "rolloutbus": {
         "run": "exp1",
-        "environment": "functions",
+        "environment": "nemo_gym",
         "broker": {"url": "redis://broker:6379/0", "lease_s": 5},
         "workers": {"slots": 8, "shards": {"math": {"slots": 2, "commit": "group"}}},
         "fleet": {"max_restarts": 3},
@@ -64,7 +64,7 @@ def test_all_sources_read_alike_and_stay_as_they_are(form: str, tmp_path: Path) 
         "file": tmp_path / "run.yaml",
     }[form]
     found = read_fleet_config(config)
-    assert (found.run, found.environment, found.broker.lease_s) == ("exp1", "functions", 5.0)
+    assert (found.run, found.environment, found.broker.lease_s) == ("exp1", "nemo_gym", 5.0)
     assert {name: (at.slots, at.commit) for name, at in found.workers.items()} == {
         "math": (2, "group"),
         "words": (8, "row"),
@@ -172,6 +172,22 @@ def test_ports_of_all_slots_are_disjoint_and_end_with_the_range() -> None:
     assert found.port_range(words, 0) == (21000, 21030), "a narrow range is given whole to the one that is there"
     alone = read_fleet_config(changed("env.nemo_gym.placement_strategy", "STRICT_SPREAD"))
     assert alone.port_range(alone.plan.shards[0], 7) == (20000, 20200), "a node of its own has the whole range"
+
+
+def test_functions_open_no_port_and_need_none() -> None:
+    """A first config of one's own was refused for missing ranges, and `scale` for ranges that were full."""
+    config = changed("rolloutbus.environment", "functions")
+    given = read_fleet_config(config)
+    assert [given.port_range(shard, 99) for shard in given.plan.shards] == [None, None]
+    math, words = config["env"]["nemo_gym"]["shards"]
+    math |= {"port_range_low": None, "port_range_high": None}
+    words |= {"port_range_low": 1, "port_range_high": 2}
+    found = read_fleet_config(config)
+    assert found.plan.total_instances == 3
+    assert "port_range_low" not in found.instance_config(found.shard("math"), 99)
+    config["rolloutbus"]["environment"] = "nemo_gym"
+    with pytest.raises(ShardConfigError, match="needs `port_range_low` and `port_range_high`"):
+        read_fleet_config(config)
 
 
 def test_reading_a_plan_and_a_config_does_not_import_ray() -> None:

@@ -24,6 +24,7 @@ from .targets import AsJson
 
 if TYPE_CHECKING:
     from ...shard_workers.fleet_config import FleetConfig
+    from ...shard_workers.plan_spec import ShardSpec
 
 _LOG_DIR = "nemo_gym_log_dir"
 # A help text is markup, which would swallow the brackets.
@@ -131,15 +132,19 @@ def _planned(fleet: FleetConfig, name: str, routes: Mapping[str, str] | None) ->
     instances: list[PlannedInstance] = []
     for slot, label in enumerate(labels):
         given = fleet.instance_config(shard, slot, replica_index=slot if len(labels) > 1 else None)
-        ports = fleet.port_range(shard, slot)
-        instances.append(
-            PlannedInstance(label, f"{ports[0]}-{ports[1] - 1}" if ports else "any", str(given.get(_LOG_DIR, "-")))
-        )
+        instances.append(PlannedInstance(label, _ports(fleet, shard, slot), str(given.get(_LOG_DIR, "-"))))
     mine = None if routes is None else sorted(route for route, host in routes.items() if host == name)
     slots, cpus = fleet.workers[name].slots, fleet.actor_cpus(shard)
     return PlannedShard(
         name, shard.replicas, slots, cpus, shard.config_paths, sorted(shard.inherited_overlays), mine, instances
     )
+
+
+def _ports(fleet: FleetConfig, shard: ShardSpec, slot: int) -> str:
+    ports = fleet.port_range(shard, slot)
+    if ports is None:
+        return "any" if fleet.opens_ports else "-"
+    return f"{ports[0]}-{ports[1] - 1}"
 
 
 def _check_rows(source: str | None, routes: Mapping[str, str] | None) -> str:

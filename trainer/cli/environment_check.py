@@ -21,7 +21,7 @@ Entries = dict[str, dict[str, list[str]]]
 
 
 def check_environment(fleet: FleetConfig, *, starting: bool = False) -> None:
-    """Raise `ConfigError` for a name that stands for no environment.
+    """Raise `ConfigError` for a name that stands for no environment, and for a plan that its Ray could never place.
 
     A module that is not here is no mistake where the fleet joins a cluster, whose nodes may have it: that is only said.
     So it is of NeMo Gym itself, unless the fleet is `starting` on this machine.
@@ -31,12 +31,14 @@ def check_environment(fleet: FleetConfig, *, starting: bool = False) -> None:
     from ...shard_workers.environments.registry import require_environment
     from ...shard_workers.fleet_config import cluster_address
 
+    address = cluster_address(fleet.fleet.address)
+    if address is None and (why := fleet.hopeless_here) is not None:
+        raise ConfigError(why)
     try:
         require_environment(fleet.environment)
         if fleet.environment == _NEMO_GYM:
             require_gym()
     except NotImportableError as error:
-        address = cluster_address(fleet.fleet.address)
         if address is None and (starting or fleet.environment != _NEMO_GYM):
             raise
         where = f"the nodes of the cluster {address}" if address else "the machine that starts it"

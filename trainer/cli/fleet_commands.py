@@ -68,13 +68,11 @@ def running_fleet(
     known = read_fleet_config(config)
     shards = ", ".join(f"{shard.name} ×{shard.replicas}" for shard in known.plan.shards)
     say(f"fleet: starting {counted(known.plan.total_instances, 'instance')} ({shards})")
-    cpus = sum(known.actor_cpus(shard) * shard.replicas for shard in known.plan.shards)
     # An exception in the middle of Ray's own start ends the process with a segmentation fault.
     with ExitStack() as stack:
         with interrupts.held():
-            session = RaySession(known.fleet.address, cpus)
+            session = RaySession(known)
             stack.callback(session.close)
-        session.refuse_hopeless(known.plan.total_instances, known.plan.placement_strategy)
         fleet = stack.enter_context(ShardFleet.start(known, replace=replace))
         if not drain:
             stack.push(_ending_soon(fleet))

@@ -27,19 +27,41 @@ with ShardFleet.start(config) as fleet:
 print(len(rows), sum("reward" in result for result in results), ray.is_initialized())
 print([p.name() for p in psutil.Process().children(recursive=True)])
 """
+HOPELESS = """
+import psutil
+from omegaconf import OmegaConf
+from rolloutbus.shard_workers import ShardFleet
+
+config = OmegaConf.load("examples/quickstart.yaml")
+config.env.nemo_gym.placement_strategy = "STRICT_SPREAD"
+try:
+    ShardFleet.start(config)
+except Exception as error:
+    print(type(error).__name__, str(error).split(";")[0], len(psutil.Process().children(recursive=True)))
+"""
 
 
-def test_the_quickstart_runs_with_a_ray_of_its_own(valkey: EmbeddedBroker, ray_folder: str, tmp_path: Path) -> None:
+def said_by(program: str, *words: str, ray_folder: str, home: Path) -> list[str]:
+    """The lines that a process of its own printed."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM, valkey.url],
+        [sys.executable, "-W", "error", "-c", program, *words],
         cwd=ROOT,
-        env={"PATH": "/usr/bin:/bin", "RAY_TMPDIR": ray_folder, "HOME": str(tmp_path)},
+        env={"PATH": "/usr/bin:/bin", "RAY_TMPDIR": ray_folder, "HOME": str(home)},
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    routes, counts, children = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+def test_the_quickstart_runs_with_a_ray_of_its_own(valkey: EmbeddedBroker, ray_folder: str, tmp_path: Path) -> None:
+    routes, counts, children = said_by(PROGRAM, valkey.url, ray_folder=ray_folder, home=tmp_path)
     assert routes == '{"sort_words": "words", "brevity": "words", "arithmetic": "math"}'
     assert counts == "256 256 False"
     assert children == "[]"
+
+
+def test_no_ray_is_started_for_a_plan_that_it_could_never_place(ray_folder: str, tmp_path: Path) -> None:
+    (said,) = said_by(HOPELESS, ray_folder=ray_folder, home=tmp_path)
+    assert said == "ShardSetupError 3 instances under STRICT_SPREAD need 3 nodes, and a local Ray is one 0"

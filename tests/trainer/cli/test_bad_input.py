@@ -252,6 +252,38 @@ def test_one_row_is_told_as_one() -> None:
     assert "and its one row has a shard" in " ".join(call("check", "-c", "good.yaml", "-r", "rows.jsonl").out.split())
 
 
+SPREAD = ("env.nemo_gym.placement_strategy=STRICT_SPREAD",)
+
+
+@pytest.mark.parametrize("command", [("check",), ("up",), ("run", "-r", "examples/rows.jsonl", "-n", "2", "-o", "-")])
+def test_a_plan_that_one_machine_can_never_place_is_refused_before_anything_starts(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`check` called it sound, and `up` said so once Ray had started."""
+    monkeypatch.chdir(Path(__file__).parents[3])
+    answer = call(*command, "-c", "examples/quickstart.yaml", *SPREAD, code=2)
+    assert "3 instances under STRICT_SPREAD need 3 nodes, and a local Ray is one; join a cluster" in answer.said
+    assert "`env.nemo_gym.placement_strategy: PACK`" in answer.said
+    assert "broker" not in answer.err
+
+
+def test_a_cluster_may_have_a_node_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    config = ("check", "-c", "examples/quickstart.yaml", *SPREAD)
+    assert "sound" in call(*config, "rolloutbus.fleet.address=auto").out
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert "sound" in call(*config).out
+
+
+def test_the_plan_shows_no_ports_for_what_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[3])
+    ports: dict[str, list[str]] = {}
+    for name in ("functions", "nemo_gym"):
+        plan = call("check", "-c", "examples/quickstart.yaml", f"rolloutbus.environment={name}", "--json").json
+        ports[name] = [instance["ports"] for shard in plan["shards"] for instance in shard["instances"]]
+    assert ports == {"functions": ["-", "-", "-"], "nemo_gym": ["21000-21049", "21050-21099", "21400-21449"]}
+
+
 def test_unknown_persistence_and_role_are_named() -> None:
     assert "--persistence 'sometimes' is not known" in call("broker", "--persistence", "sometimes", code=2).said
     assert "--role 'king' is not known" in call("acl", "--role", "king", code=2).said
