@@ -88,7 +88,7 @@ class FleetTransitions:
         """Take the run's lease; raises `FleetError` that names the fleet that has it."""
         reply = await self._call("fleet_claim", [self._keys.fleet], self._holder, self._settings.lease_ms)
         if reply[0] != b"ok":
-            raise self._taken(reply[1])
+            raise _taken(self._keys, self._settings, reply[1])
 
     async def publish(self, published: Published, *, replace: bool = False) -> None:
         """Publish everything with the lease, taking it from another fleet where `replace` says so.
@@ -105,7 +105,7 @@ class FleetTransitions:
             len(published.routes), *words,
         )  # fmt: skip
         if reply[0] == b"taken":
-            raise self._taken(reply[1])
+            raise _taken(self._keys, self._settings, reply[1])
         if reply[0] == b"batches":
             batch = reply[1].decode().removeprefix(keys.batch(""))
             raise FleetError(
@@ -186,12 +186,23 @@ class FleetTransitions:
             mine += [keys.groups(shard), keys.delayed(shard), keys.parked(shard)]
         return mine
 
-    def _taken(self, words: bytes) -> FleetError:
-        holder = words.decode().partition(" ")[2] or "unknown"
-        return FleetError(
-            f"run {self._keys.run!r} has a fleet already ({holder}); shut it down, use another run, or start with "
-            f"replace=True to take its place. A fleet that died gives the run free after {self._settings.lease_s:g} s"
-        )
+
+async def require_free(runner: Runner, keys: Keys, settings: BrokerSettings) -> None:
+    """Raise the `FleetError` that `claim` would now. It is the claim that decides; this is for whoever has much to
+    start before.
+    """
+    replies = await runner.run([("GET", keys.fleet)])
+    raise_first_error(replies)
+    if replies[0] is not None:
+        raise _taken(keys, settings, replies[0])
+
+
+def _taken(keys: Keys, settings: BrokerSettings, words: bytes) -> FleetError:
+    holder = words.decode().partition(" ")[2] or "unknown"
+    return FleetError(
+        f"run {keys.run!r} has a fleet already ({holder}); shut it down, use another run, or take its place with "
+        f"`rolloutbus up --replace` (replace=True). A fleet that died gives the run free after {settings.lease_s:g} s"
+    )
 
 
 def _nothing() -> None: ...

@@ -11,7 +11,7 @@ import pytest
 from rolloutbus.broker.channel import Link
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import FleetError
-from rolloutbus.broker.fleet_transitions import DONE, FleetTransitions, Published, Request, ask_fleet
+from rolloutbus.broker.fleet_transitions import DONE, FleetTransitions, Published, Request, ask_fleet, require_free
 from rolloutbus.broker.keys import GROUP_NAME, Keys
 from rolloutbus.broker.scripts import load_scripts
 from rolloutbus.broker.settings import BrokerSettings
@@ -64,7 +64,10 @@ async def test_a_second_fleet_is_refused_by_name_until_the_lease_runs_out(link: 
         await second.claim()
     with pytest.raises(FleetError, match="host-a"):
         await second.publish(MAP)
+    with pytest.raises(FleetError, match=r"\(host-a, process 1\).*`rolloutbus up --replace`.*after 1 s"):
+        await require_free(link, keys, link.settings)
     await asyncio.sleep((await link.run([("PTTL", keys.fleet)]))[0] / 1000 + 0.01)
+    await require_free(link, keys, link.settings)
     await second.claim()
 
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from ...broker.channel import Link
 from ...broker.embedded import EmbeddedBroker
 from ...broker.errors import FleetError
-from ...broker.fleet_transitions import request_drain, request_scale
+from ...broker.fleet_transitions import request_drain, request_scale, require_free
 from ...broker.keys import Keys
 from ...broker.settings import redacted
 from .config import ConfigPath, ConfiguredRun, Overrides, configured_url, load_config, with_target
@@ -66,6 +66,9 @@ def running_fleet(
     from ...shard_workers.fleet_config import read_fleet_config
 
     known = read_fleet_config(config)
+    if not replace:
+        # Starting Ray takes seconds, and only then would the claim say so.
+        on_broker(known.broker.url, lambda link: require_free(link, Keys(known.run), known.broker))
     shards = ", ".join(f"{shard.name} ×{shard.replicas}" for shard in known.plan.shards)
     say(f"fleet: starting {counted(known.plan.total_instances, 'instance')} ({shards})")
     # An exception in the middle of Ray's own start ends the process with a segmentation fault.

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import ConfigError
+from rolloutbus.broker.keys import Keys
 from rolloutbus.trainer.cli.results_file import check_writable
 
-from .conftest import call
+from .conftest import call, redis_at
 
 GOOD_ROW = '{"responses_create_params": {"input": "1+1?"}, "agent_ref": {"name": "arithmetic"}}'
 GOOD_CONFIG = """\
@@ -155,6 +157,19 @@ def test_rows_from_standard_input_are_named_as_such() -> None:
 def test_a_broker_that_is_not_there_is_told_before_anything_starts(command: tuple[str, ...]) -> None:
     said = call(*command, "-c", "good.yaml", "--broker-url", "redis://:secret@127.0.0.1:1/0", code=1).said
     assert "cannot reach the broker at redis://:***@127.0.0.1:1" in said
+    assert "starting" not in said
+
+
+@pytest.mark.parametrize("command", [("run", "-r", "rows.jsonl", "-n", "2", "-o", "o.jsonl"), ("up",)])
+def test_a_run_that_has_a_fleet_is_told_before_anything_starts(
+    broker: EmbeddedBroker, command: tuple[str, ...]
+) -> None:
+    """It was told once Ray had started, and what would replace the other was no option of the command."""
+    with redis_at(broker.url) as client:
+        client.set(Keys("default").fleet, "abc host-a, process 1")
+    said = call(*command, "-c", "good.yaml", "--broker-url", broker.url, code=1).said
+    assert "run 'default' has a fleet already (host-a, process 1)" in said
+    assert "`rolloutbus up --replace`" in said
     assert "starting" not in said
 
 
