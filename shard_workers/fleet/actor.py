@@ -24,9 +24,11 @@ from ...broker.errors import EnvironmentContractError
 from ...broker.settings import BrokerSettings
 from ..environments.base import Environment
 from ..environments.registry import load_environment
+from ..plan_spec import GYM_LOG_DIR_KEY
 from ..worker import ShardWorker
 from ..worker_settings import WorkerSettings
 from .loop_thread import LoopThread
+from .output import output_kept
 
 Result = TypeVar("Result")
 
@@ -87,11 +89,13 @@ class InstanceActor:
         self._thread = LoopThread("environment")
         self._host: _Host | None = None
         self._ended = threading.Event()
+        self._output = contextlib.ExitStack()
 
     def start(self, spec: InstanceSpec) -> Trouble | None:
         """Build the environment's stack, however long it takes; the broker must be reachable from here first."""
         try:
             _enter(spec)
+            self._output.enter_context(output_kept(spec.config.get(GYM_LOG_DIR_KEY)))
             self._host = _Host(spec, load_environment(spec.environment), self._ended)
         except BaseException as error:
             return Trouble.of(error)
@@ -129,6 +133,7 @@ class InstanceActor:
         trouble = self._run(self._host.stop()) if self._host is not None else None
         self._ended.set()
         self._thread.close()
+        self._output.close()
         return trouble
 
     def health(self, timeout_s: float) -> str | Trouble:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -37,6 +38,13 @@ class HookedEnvironment(ProbeEnvironment):
     async def health(self) -> None:
         if self.hangs:
             await asyncio.sleep(1e6)
+
+
+class TalkativeEnvironment(ProbeEnvironment):
+    async def start(self, config: Mapping[str, Any]) -> None:
+        print("the judge", "is up", flush=True)
+        print("a warning", file=sys.stderr)
+        sys.stdout.writelines(["and", " more\n"])
 
 
 class ThreadHealthEnvironment(HookedEnvironment):
@@ -75,6 +83,26 @@ def block(actor: InstanceActor, seconds: float) -> threading.Event:
 
     actor._thread.loop.call_soon_threadsafe(hold)  # pyright: ignore[reportPrivateUsage]
     return begun
+
+
+def test_what_an_environment_prints_is_in_its_log_folder_too(
+    actor: InstanceActor, valkey: EmbeddedBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was only in Ray's files, and the folder that the config asks for was not even made."""
+    before, folder = sys.stdout, tmp_path / "logs" / "math"
+    assert actor.start(spec_of(valkey, tmp_path, "TalkativeEnvironment", nemo_gym_log_dir=str(folder))) is None
+    assert actor.stop() is None
+    assert sys.stdout is before
+    kept = (folder / "instance.log").read_text()
+    assert kept.startswith("the judge is up\na warning\nand more\n")
+    assert "the judge is up\nand more\n" in capsys.readouterr().out
+
+
+def test_a_log_folder_that_cannot_be_made_is_told(actor: InstanceActor, valkey: EmbeddedBroker, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    trouble = actor.start(spec_of(valkey, tmp_path, nemo_gym_log_dir=str(tmp_path / "file" / "math")))
+    assert trouble is not None
+    assert str(tmp_path / "file") in trouble.message
 
 
 def test_it_starts_reports_begins_drains_and_stops_twice(
