@@ -6,10 +6,12 @@ A Ray that was there is left as it is; one that was started for the fleet ends w
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -56,7 +58,8 @@ class RaySession:
         options: dict[str, Any] = {"address": address} if address else _local_options(config.cpus)
         try:
             # Ray's own word of its start is no news to whoever starts a fleet.
-            cast("Any", ray).init(log_to_driver=False, logging_level="WARNING", **options)
+            with _token_notice_withheld():
+                cast("Any", ray).init(log_to_driver=False, logging_level="WARNING", **options)
         except Exception as error:
             where = f"the Ray cluster at {address}" if address else "a local Ray"
             raise ShardSetupError(
@@ -69,6 +72,21 @@ class RaySession:
         if self.started_here:
             self.started_here = False
             cast("Any", ray).shutdown()
+
+
+@contextlib.contextmanager
+def _token_notice_withheld() -> Generator[None]:
+    """Ray warns that its token authentication is on, which is as it should be; that it is off is still told."""
+    logger = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    logger.addFilter(_is_no_token_notice)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_token_notice)
+
+
+def _is_no_token_notice(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Token authentication is enabled for this Ray cluster")
 
 
 def _local_options(cpus: float) -> dict[str, Any]:

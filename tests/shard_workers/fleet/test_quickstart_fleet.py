@@ -52,6 +52,7 @@ def said_by(program: str, *words: str, ray_folder: str, home: Path) -> list[str]
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
+    assert "Token authentication" not in done.stderr, "four lines on the terminal that look like a problem"
     return done.stdout.splitlines()
 
 
