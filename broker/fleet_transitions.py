@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from .channel import Command, Link, raise_first_error
 from .errors import FleetError
+from .excerpts import excerpt
 from .keys import Keys
 from .scripts import SCRIPTS, load_scripts
 from .settings import BrokerSettings
@@ -169,7 +170,7 @@ class FleetTransitions:
             "instance",
             label,
             "detail",
-            detail[:DETAIL_CHARS],
+            excerpt(detail, DETAIL_CHARS),
         )
         raise_first_error(
             await self._runner.run([("XADD", self._keys.events, "MAXLEN", "~", EVENTS_KEPT, "*", *fields)])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from .channel import Arg, Command, Payload, raise_first_error
 from .errors import BrokerFullError, RolloutBusError
+from .excerpts import excerpt
 from .keys import GROUP_NAME, Keys
 from .messages import Failure, GroupEntry, row_fields
 from .scripts import SCRIPTS
@@ -291,7 +292,7 @@ class WorkerTransitions:
              keys.dead, keys.events],
             group.batch, group.group, group.route, group.first_row, group.rows, attempt.token,
             self._identity.label, failure.failure_class, limit, int(delay_s * 1000), failure.packed(),
-            f"{failure.type}: {failure.message}"[:300],
+            excerpt(f"{failure.type}: {failure.message}", 300),
         )  # fmt: skip
         return (await run_step(self._runner, command))[0][0].decode()
 

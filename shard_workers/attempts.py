@@ -15,6 +15,7 @@ from typing import Any
 from ..broker import codec
 from ..broker.channel import Payload
 from ..broker.errors import DecodeError, EnvironmentContractError, PayloadTooLargeError, RolloutBusError
+from ..broker.excerpts import excerpt
 from ..broker.messages import Failure
 from ..broker.worker_transitions import Attempt, Taken, WorkerTransitions
 from .environments.base import Environment, ReportsTiming, Row
@@ -222,5 +223,5 @@ def _log_failure(attempt: Attempt, failure: Failure, outcome: str, delay: float)
     log.warning(
         "batch %s group %s route %s attempt %s failed (%s): %s: %s; %s",
         group.batch, group.group, group.route, attempt.number, failure.failure_class, failure.type,
-        failure.message[:300], then,
+        excerpt(failure.message, 300), then,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...broker.errors import FleetError
+from ...broker.excerpts import excerpt
 from ..fleet_config import FleetConfig
 from ..plan_spec import ShardSpec
 from .actor import InstanceActor, InstanceSpec, Trouble, WorkerIdentity
@@ -36,6 +37,8 @@ _CONCURRENCY = 8
 # What a call needs on top of the time it may take in the actor.
 _SLACK_S = 5.0
 _DEATH_TIMEOUT_S = 10.0
+# Ray's list of what commonly kills a process fits.
+_REASON_CHARS = 450
 # How often a wait for an instance is told.
 TOLD_EVERY_S = 30.0
 
@@ -240,4 +243,4 @@ def _first_words(error: BaseException) -> str:
     """Ray's messages are pages long; the reason stands in the last line that is not a listing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if line.startswith(("The actor is dead", "The actor died", "Worker"))]
-    return " ".join(dict.fromkeys(reasons or lines[:1]))[:300] or type(error).__name__
+    return excerpt(" ".join(dict.fromkeys(reasons or lines[:1])), _REASON_CHARS) or type(error).__name__

@@ -38,3 +38,20 @@ async def test_an_instance_that_finds_no_place_is_told_while_it_is_waited_for(
         await Launcher(config, None, None).list_entries(instance)
     assert "instance math): list_entries is not done after" in caplog.text
     assert "is there a node with 2 CPUs free?" in caplog.text
+
+
+def test_rays_reason_for_a_death_is_whole_as_far_as_it_goes() -> None:
+    """It ended inside a word, before two of the three things that commonly kill a process."""
+    cause = (
+        "The actor died unexpectedly before finishing this task.\n"
+        "\tclass_name: InstanceActor\n"
+        "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+        "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the "
+        "process was killed by the OOM killer due to high memory usage, (2) ray stop --force was called, or (3) the "
+        "worker crashed unexpectedly due to SIGSEGV or another unexpected error. If the process was killed by the "
+        "kernel OOM killer, consider enabling resource isolation"
+    )
+    said = instances._first_words(RuntimeError(cause))  # pyright: ignore[reportPrivateUsage]
+    assert said.startswith("The actor died unexpectedly before finishing this task. The actor is dead because")
+    assert "(3) the worker crashed unexpectedly due to SIGSEGV" in said
+    assert said.endswith(" …")
