@@ -55,7 +55,10 @@ class FleetLease:
             self.held = False
             left = await self._transitions.remove(self._shards, labels)
             if left:
-                log.warning("%d shards still hold groups; they wait for another fleet of this run, or expire", left)
+                log.warning(
+                    "%d shards still hold groups; they wait on the broker for another fleet of this run, or expire",
+                    left,
+                )
 
     async def stop(self) -> None:
         """Stop renewing; the lease runs out by itself."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +20,7 @@ from .config import ConfigPath, ConfiguredRun, Overrides, configured_url, load_c
 from .console import counted, out, print_json, say
 from .environment_check import check_before_start
 from .interrupts import Interrupts
+from .own_broker import batches_end_with_it
 from .targets import AsJson, BrokerUrl, RunName, observer_settings, on_broker, on_run
 
 if TYPE_CHECKING:
@@ -121,10 +122,12 @@ def up(
         root = OmegaConf.merge(root, OmegaConf.from_dotlist([f"{_ADDRESS_KEY}={address}"]))
         assert isinstance(root, DictConfig)
     url = configured_url(root, broker_url)
-    check_before_start(read_fleet_config(with_target(root, url, run)))
+    known = read_fleet_config(with_target(root, url, run))
+    check_before_start(known)
     with (
         Interrupts("draining; once more to stop at once") as interrupts,
         broker_of(url) as used,
+        batches_end_with_it(used, known.run) if url is None else nullcontext(),
         running_fleet(with_target(root, used, run), interrupts, replace=replace) as fleet,
     ):
         if url is None:

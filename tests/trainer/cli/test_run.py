@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -15,6 +16,9 @@ from typing import Any, Self
 
 import psutil
 import pytest
+from rolloutbus.broker.errors import BatchCancelledError
+from rolloutbus.broker.keys import Keys
+from rolloutbus.trainer import RolloutClient
 
 from .conftest import call, comes_true, redis_at
 
@@ -258,6 +262,27 @@ def test_up_serves_scales_drains_and_ends_on_sigterm(folder: Path, monkeypatch: 
         broker.nothing_is_left()
     assert (folder / "data/broker.log").exists()
     assert not list((folder / "data").glob("*.conf"))
+
+
+async def test_up_with_its_own_broker_ends_open_batches_before_it(folder: Path) -> None:
+    """Their client waited five minutes for the broker, which had ended with the command."""
+    (folder / "math.yaml").write_text('slow: {function: "own_functions:slow", seconds: 300}\n')
+    with Program(folder, "up", "-c", "c.yaml", "rolloutbus.workers.drain_timeout_s=0.5") as fleet:
+        assert fleet.process.stdout is not None
+        url = fleet.process.stdout.readline().split('"')[1]
+        rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+        async with RolloutClient.connect(url, run="default") as client, client.run_groups(rows, 1) as batch:
+            coming = asyncio.ensure_future(anext(batch))
+            with redis_at(url) as broker:
+                record = Keys("default").batch(batch.id)
+                await asyncio.to_thread(until, lambda: str(broker.hget(record, "g:0")).startswith("running"))
+            fleet.interrupt()
+            with pytest.raises(BatchCancelledError, match="`rolloutbus up` ended, and its own broker with it"):
+                await asyncio.wait_for(coming, TIME_LIMIT_S)
+        code, _, said = fleet.wait()
+        assert code == 130
+        assert "1 open batches are cancelled" in " ".join(said.split())
+        fleet.nothing_is_left()
 
 
 def test_a_given_broker_password_is_neither_printed_nor_in_a_process_title(

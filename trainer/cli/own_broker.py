@@ -1,0 +1,63 @@
+"""The end of a command's own broker. A batch that is open then would wait for it in vain, as for one that restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from ...broker.channel import Link
+from ...broker.client_transitions import cancel_batch
+from ...broker.errors import RolloutBusError, UnknownBatchError
+from ...broker.inspection import inspect_run
+from ...broker.keys import Keys
+from .console import say
+from .targets import on_broker
+
+REASON = "`rolloutbus up` ended, and its own broker with it"
+# For clients to hear of it and close their books; one that does nothing else has done so in milliseconds.
+_PATIENCE_S = 3.0
+_POLL_S = 0.02
+
+
+@contextmanager
+def batches_end_with_it(url: str, run: str) -> Generator[None]:
+    """Around a fleet on a broker that ends with the command: once the fleet is gone, open batches are cancelled.
+
+    Their clients get `BatchCancelledError`, and a moment to close them.
+    """
+    try:
+        yield
+    finally:
+        try:
+            ended = on_broker(url, lambda link: _end_batches(link, Keys(run)))
+        except RolloutBusError as error:
+            say(f"cannot tell clients of the broker's end: {error}", "yellow")
+        else:
+            if ended:
+                say(f"broker: ends with this command; {ended} open batches are cancelled, and their clients told")
+
+
+async def _end_batches(link: Link, keys: Keys) -> int:
+    """How many there were."""
+    batches = [state.batch for state in (await inspect_run(link, keys.run)).batches if state.state != "closed"]
+    ended = [batch for batch in batches if await _cancelled(link, keys, batch)]
+    deadline = time.monotonic() + _PATIENCE_S
+    while ended and time.monotonic() < deadline:
+        if not (await link.run([("EXISTS", *map(keys.batch, ended))]))[0]:
+            break
+        await asyncio.sleep(_POLL_S)
+    return len(ended)
+
+
+async def _cancelled(link: Link, keys: Keys, batch: str) -> bool:
+    """Whether it was still there."""
+    client, shards = (await link.run([("HMGET", keys.batch(batch), "client", "shards")]))[0]
+    if client is None:
+        return False
+    try:
+        await cancel_batch(link, keys, batch, client.decode(), (shards or b"").decode().split(), REASON)
+    except UnknownBatchError:
+        return False
+    return True
