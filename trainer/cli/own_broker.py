@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 from ...broker.channel import Link
@@ -18,6 +18,8 @@ from .targets import on_broker
 REASON = "`rolloutbus up` ended, and its own broker with it"
 # For clients to hear of it and close their books; one that does nothing else has done so in milliseconds.
 _PATIENCE_S = 3.0
+# For those whose trainer ends with its batch: leaving a broker that has gone takes them a minute.
+_LEAVING_S = 0.5
 _POLL_S = 0.02
 
 
@@ -41,14 +43,21 @@ def batches_end_with_it(url: str, run: str) -> Generator[None]:
 
 async def _end_batches(link: Link, keys: Keys) -> int:
     """How many there were."""
-    batches = [state.batch for state in (await inspect_run(link, keys.run)).batches if state.state != "closed"]
-    ended = [batch for batch in batches if await _cancelled(link, keys, batch)]
-    deadline = time.monotonic() + _PATIENCE_S
-    while ended and time.monotonic() < deadline:
-        if not (await link.run([("EXISTS", *map(keys.batch, ended))]))[0]:
-            break
-        await asyncio.sleep(_POLL_S)
+    batches = [state for state in (await inspect_run(link, keys.run)).batches if state.state != "closed"]
+    ended = [state for state in batches if await _cancelled(link, keys, state.batch)]
+    if ended and await _are_gone(link, [keys.batch(state.batch) for state in ended], _PATIENCE_S):
+        await _are_gone(link, [keys.owner(state.client) for state in ended], _LEAVING_S)
     return len(ended)
+
+
+async def _are_gone(link: Link, keys: Sequence[str], patience_s: float) -> bool:
+    """Whether all of them go within the time."""
+    deadline = time.monotonic() + patience_s
+    while (await link.run([("EXISTS", *keys)]))[0]:
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
 
 
 async def _cancelled(link: Link, keys: Keys, batch: str) -> bool:
