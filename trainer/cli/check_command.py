@@ -19,6 +19,7 @@ from ...producer import check_rows
 from .config import ROOTS, ConfigPath, Overrides, load_config
 from .console import add_row, counted, new_table, out, print_json, say, show_table
 from .environment_check import Entries, check_environment, check_routes, entries_of_functions, hosted_routes, route_map
+from .fleet_commands import Address, with_address
 from .rows import read_rows
 from .targets import AsJson
 
@@ -73,21 +74,22 @@ def check(
     overrides: Overrides = None,
     rows: RowsOption = None,
     entries: EntriesOption = None,
+    address: Address = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a config and print its plan; with --rows, whether every row's route is hosted.
 
     Nothing is started. Which routes a shard hosts is known from the config for `functions` environments, whose
     functions are imported for it; for others give --entries. An environment class that cannot be imported here is a
-    mistake, unless the config joins a Ray cluster (rolloutbus.fleet.address), whose nodes may have it. NeMo Gym need
-    not be here.
+    mistake, unless the fleet joins a Ray cluster (--address, rolloutbus.fleet.address), whose nodes may have it; and
+    a plan that needs several nodes is one without such a cluster. NeMo Gym need not be here.
 
     Example: rolloutbus check --config examples/quickstart.yaml --rows examples/rows.jsonl
     """
     from ...shard_workers.fleet_config import read_fleet_config
 
     root = load_config(config, overrides)
-    fleet = read_fleet_config(root)
+    fleet = read_fleet_config(with_address(root, address))
     if ROOTS[0] not in root:
         say(f"{config} has no `{ROOTS[0]}`: run {fleet.run!r}, environment {fleet.environment}, defaults everywhere")
     check_environment(fleet)

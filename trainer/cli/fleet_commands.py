@@ -40,6 +40,15 @@ Replace = Annotated[
 ]
 
 
+def with_address(root: DictConfig, address: str | None) -> DictConfig:
+    """The config with the cluster of `--address` in it, where that was said."""
+    if address is None:
+        return root
+    merged = OmegaConf.merge(root, OmegaConf.from_dotlist([f"{_ADDRESS_KEY}={address}"]))
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
 @contextmanager
 def broker_of(url: str | None) -> Generator[str]:
     """The broker at `url`, or an embedded one that ends with the command.
@@ -117,10 +126,7 @@ def up(
     """
     from ...shard_workers.fleet_config import read_fleet_config
 
-    root = load_config(config, overrides)
-    if address is not None:
-        root = OmegaConf.merge(root, OmegaConf.from_dotlist([f"{_ADDRESS_KEY}={address}"]))
-        assert isinstance(root, DictConfig)
+    root = with_address(load_config(config, overrides), address)
     url = configured_url(root, broker_url)
     known = read_fleet_config(with_target(root, url, run))
     check_before_start(known)

@@ -286,6 +286,7 @@ def test_a_cluster_may_have_a_node_for_each(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(Path(__file__).parents[3])
     config = ("check", "-c", "examples/quickstart.yaml", *SPREAD)
     assert "sound" in call(*config, "rolloutbus.fleet.address=auto").out
+    assert "sound" in call("check", "--address", "auto", *config[1:]).out
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert "sound" in call(*config).out
 
