@@ -81,8 +81,8 @@ def check(
 
     Nothing is started. Which routes a shard hosts is known from the config for `functions` environments, whose
     functions are imported for it; for others give --entries. An environment class that cannot be imported here is a
-    mistake, unless the fleet joins a Ray cluster (--address, rolloutbus.fleet.address), whose nodes may have it; and
-    a plan that needs several nodes is one without such a cluster. NeMo Gym need not be here.
+    mistake, unless the fleet joins a Ray cluster (--address, rolloutbus.fleet.address), whose nodes may have it. NeMo
+    Gym need not be here, nor the nodes that a plan needs: that is only said.
 
     Example: rolloutbus check --config examples/quickstart.yaml --rows examples/rows.jsonl
     """

@@ -21,10 +21,11 @@ Entries = dict[str, dict[str, list[str]]]
 
 
 def check_environment(fleet: FleetConfig, *, starting: bool = False) -> None:
-    """Raise `ConfigError` for a name that stands for no environment, and for a plan that its Ray could never place.
+    """Raise `ConfigError` for a name that stands for no environment.
 
     A module that is not here is no mistake where the fleet joins a cluster, whose nodes may have it: that is only said.
-    So it is of NeMo Gym itself, unless the fleet is `starting` on this machine.
+    So it is of NeMo Gym itself, and of a plan that a local Ray could never place, unless the fleet is `starting` here:
+    a trainer may be connected to a cluster that the config does not name.
     """
     from ...shard_workers.environments.import_path import NotImportableError
     from ...shard_workers.environments.nemo_gym.environment import require_gym
@@ -33,7 +34,9 @@ def check_environment(fleet: FleetConfig, *, starting: bool = False) -> None:
 
     address = cluster_address(fleet.fleet.address)
     if address is None and (why := fleet.hopeless_here) is not None:
-        raise ConfigError(why)
+        if starting:
+            raise ConfigError(why)
+        say(why, "yellow")
     try:
         require_environment(fleet.environment)
         if fleet.environment == _NEMO_GYM:

@@ -12,7 +12,7 @@ from ...broker.client_transitions import cancel_batch
 from ...broker.errors import RolloutBusError, UnknownBatchError
 from ...broker.inspection import inspect_run
 from ...broker.keys import Keys
-from .console import say
+from .console import counted, say
 from .targets import on_broker
 
 REASON = "`rolloutbus up` ended, and its own broker with it"
@@ -38,7 +38,8 @@ def batches_end_with_it(url: str, run: str) -> Generator[None]:
             say(f"cannot tell clients of the broker's end: {error}", "yellow")
         else:
             if ended:
-                say(f"broker: ends with this command; {ended} open batches are cancelled, and their clients told")
+                batches = counted(ended, "open batch", "open batches")
+                say(f"broker: ends with this command; {batches} cancelled, and their clients told")
 
 
 async def _end_batches(link: Link, keys: Keys) -> int:
