@@ -39,7 +39,7 @@ def batches_end_with_it(url: str, run: str) -> Generator[None]:
         else:
             if ended:
                 batches = counted(ended, "open batch", "open batches")
-                say(f"broker: ends with this command; {batches} cancelled, and their clients told")
+                say(f"broker: ends with this command; {batches} cancelled, clients told")
 
 
 async def _end_batches(link: Link, keys: Keys) -> int:
