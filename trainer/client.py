@@ -7,20 +7,19 @@ another or side by side, and from threads. Connecting is lazy: the object may be
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from ..broker.errors import RouteError, UnknownBatchError, UsageError
-from ..broker.messages import ForeignEntryError
 from ..broker.settings import BrokerSettings
-from ..collector.sweep import ABANDONED
+from ..broker.steps import ask
 from ..collector.timing import DEFAULT_PREFIX
 from ..producer import PromptGroup, check_rows, own_rows, plan_groups, stamp_again, stamp_row_indices
 from .arguments import broker_settings, check_batch_id, check_on_failure, check_seconds, check_text
 from .batch import Batch, GroupBatch, OnFailure, RowBatch
+from .batch_record import StoredBatch
 from .engine import Engine
 from .session import Session, new_session
 
@@ -159,21 +158,13 @@ class RolloutClient:
             self._engine.sessions.let_go(session)
 
     async def _resume(self, batch_id: str, rows: Sequence[dict[str, Any]] | None, ready: list[Session]) -> None:
-        flat = (await self._engine.link.run([("HGETALL", self._engine.keys.batch(batch_id))]))[0]
-        pairs = iter(flat)
-        record = {name.decode(): value.decode() for name, value in zip(pairs, pairs, strict=True)}
-        if not record:
+        (flat,) = await ask(self._engine.link, [("HGETALL", self._engine.keys.batch(batch_id))])
+        if not flat:
             raise UnknownBatchError(
                 f"batch {batch_id} is not on the broker: it was closed, abandoned after its client stayed away, "
                 "or never existed"
             )
-        try:
-            session = _session_again(batch_id, record, rows)
-        except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
-            raise ForeignEntryError(
-                f"the record of batch {batch_id} was changed by somebody ({error!r}); end it with "
-                f"`rolloutbus cancel {batch_id}`, and run it again"
-            ) from error
+        session = _session_again(batch_id, StoredBatch(batch_id, flat), rows)
         await self._engine.sessions.resume(session)
         ready.append(session)
 
@@ -224,31 +215,15 @@ def _require_no_loop() -> None:
     )
 
 
-def _session_again(batch_id: str, record: Mapping[str, str], rows: Sequence[dict[str, Any]] | None) -> Session:
+def _session_again(batch_id: str, stored: StoredBatch, rows: Sequence[dict[str, Any]] | None) -> Session:
     """The session of a batch as its record on the broker tells it, groups that are over told as such."""
-    size, total = int(record["group_size"]), int(record["rows"])
+    size, total = stored.record.group_size, stored.record.rows
     known = rows if rows is not None else [{"_rowidx": index} for index in range(total)]
     if len(known) != total:
         raise UnknownBatchError(
             f"batch {batch_id} has {total} rows, but {len(known)} were given; give the rows it was published with"
         )
-    groups = _laid_out(record["layout"], size, rows or ())
-    session = new_session(batch_id, known, groups, size, rows_mode=False)
-    session.publication.placed.update(range(int(record["published"])))
-    for group in range(total // size):
-        status, _, token, *_ = record.get(f"g:{group}", "cancelled - -").split(" ")
-        told = status == "failed" and token == "told"
-        if status == "cancelled" and int(record["cancelled"]):
-            session.collection.fail(group, ABANDONED)
-        elif told or status in ("handed", "cancelled"):
-            session.collection.skip(group, completed=status == "handed", failed=told)
+    session = new_session(batch_id, known, stored.record.laid_out(rows or ()), size, rows_mode=False)
+    session.publication.placed.update(range(stored.record.published))
+    stored.tell(session.collection)
     return session
-
-
-def _laid_out(layout: str, size: int, rows: Sequence[dict[str, Any]]) -> list[PromptGroup]:
-    groups: list[PromptGroup] = []
-    for shard, route, count in json.loads(layout):
-        for _ in range(count):
-            first = len(groups) * size
-            groups.append(PromptGroup(len(groups), first, route, shard, rows[first : first + size]))
-    return groups

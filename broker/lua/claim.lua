@@ -61,7 +61,7 @@ local function has_room(batch)
   if not h[1] or h[1] == 'closed' then return nil end
   local absent = owner_absence(prefix .. 'owner:' .. h[4], lease_ms, now)
   if absent then return ARGV[5] == '1' and absent > tonumber(ARGV[7]) end  -- claimed only to be dropped by take
-  return tonumber(h[2] or 0) < tonumber(h[3])
+  return (tonumber(h[2]) or 0) < (tonumber(h[3]) or math.huge)
 end
 
 local rank = '-inf'

@@ -53,7 +53,7 @@ if absent and absent > tonumber(ARGV[12]) and ARGV[10] == '1' then
   note(KEYS[8], 'abandoned', batch, group, r.attempt, ARGV[9], 'its client is gone')
   return { 'gone' }
 end
-local full = first and h[3] and tonumber(h[2] or 0) >= tonumber(h[3])
+local full = first and (tonumber(h[2]) or 0) >= (tonumber(h[3]) or math.huge)
 if absent and not first then
   -- Not among those that wait for room: its own rows, accepted before, may be what takes the room, and only it can free it.
   delay(KEYS[1], KEYS[2], KEYS[9], batch, group, r, now + 200, '-')

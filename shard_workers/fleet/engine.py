@@ -399,7 +399,8 @@ class FleetEngine:
             async with asyncio.timeout(patience_s):
                 await work
         except (RolloutBusError, TimeoutError) as error:
-            log.warning("while ending the fleet of run %s: %s", self.config.run, error or "no answer from the broker")
+            why = str(error) or "no answer from the broker"
+            log.warning("while ending the fleet of run %s: %s", self.config.run, why)
 
 
 def _not_started(error: InstanceTroubleError) -> ShardSetupError:

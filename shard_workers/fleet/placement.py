@@ -10,10 +10,12 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
+from urllib.parse import urlsplit
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -26,6 +28,7 @@ _POLL_S = 0.05
 # Long for a bundle's return, short for whoever shuts down a cluster that is half gone.
 _REMOVAL_TIMEOUT_S: Final = 10.0
 _NODE_ID_LABEL: Final = "ray.io/node-id"
+_ANSWER_WITHIN_S: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class RaySession:
         address = cluster_address(config.fleet.address)
         if address is None and (why := config.hopeless_here) is not None:
             raise ShardSetupError(why)
+        if address is not None:
+            _require_answer(address)
         options: dict[str, Any] = {"address": address} if address else _local_options(config.cpus)
         try:
             # Ray's own word of its start is no news to whoever starts a fleet.
@@ -72,6 +77,25 @@ class RaySession:
         if self.started_here:
             self.started_here = False
             cast("Any", ray).shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Raise `ShardSetupError` where nobody listens: Ray would try for a quarter of an hour, deaf to every signal."""
+    known = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    parts = urlsplit(known if "://" in known else f"//{known}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return
+    if not host or not port:
+        return
+    try:
+        socket.create_connection((host, port), timeout=_ANSWER_WITHIN_S).close()
+    except OSError as error:
+        raise ShardSetupError(
+            f"no Ray cluster answers at {known} ({error}); check `rolloutbus.fleet.address`, `--address` and "
+            "RAY_ADDRESS, and that its head runs"
+        ) from None
 
 
 @contextlib.contextmanager

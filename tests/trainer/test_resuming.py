@@ -263,10 +263,23 @@ async def test_another_clients_batch_is_told_as_such_and_left_alone(stack: Stack
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("g:0", "running"), ("group_size", "0"), ("published", "many"), ("layout", "[1]")]
+    ("field", "value"),
+    [
+        ("g:0", "running"),
+        ("g:0", b"\xff"),
+        ("group_size", "0"),
+        ("group_size", "3"),
+        ("published", "many"),
+        ("published", "100000000"),
+        ("max_unread_bytes", "x"),
+        ("layout", "[1]"),
+        ("layout", '[["s", "a", 9]]'),
+        ("layout", '[["s", "a", -1], ["s", "a", 11]]'),
+        ("layout", "{"),
+    ],
 )
 @within(30)
-async def test_a_record_that_was_changed_by_hand_is_told_as_such(stack: Stack, field: str, value: str) -> None:
+async def test_a_record_that_was_changed_by_hand_is_told_as_such(stack: Stack, field: str, value: str | bytes) -> None:
     batch_id = await left_by_a_killed_trainer(stack)
     stack.redis.hset(stack.keys.batch(batch_id), field, value)
     client = await stack.connected(name_wait_s=10.0)

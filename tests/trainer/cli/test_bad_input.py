@@ -292,6 +292,16 @@ def test_a_cluster_may_have_a_node_for_each(monkeypatch: pytest.MonkeyPatch) -> 
     assert "sound" in call(*config).out
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "auto"])
+def test_a_cluster_that_is_not_there_is_told_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray tried for a quarter of an hour, and heard no signal meanwhile."""
+    monkeypatch.chdir(Path(__file__).parents[3])
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    said = call("up", "-c", "examples/quickstart.yaml", "--address", address, code=1).said
+    assert "no Ray cluster answers at" in said
+    assert "127.0.0.1:1 ([Errno" in " ".join(said.split())
+
+
 def test_the_plan_shows_no_ports_for_what_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])
     ports: dict[str, list[str]] = {}

@@ -1,0 +1,88 @@
+"""What the broker keeps of a batch, read by a client that comes back to it; it may have been changed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, Json, PositiveInt, ValidationError, model_validator
+
+from ..broker.messages import ForeignEntryError
+from ..collector import BatchCollection
+from ..collector.sweep import ABANDONED
+from ..producer import PromptGroup
+
+_WORDS = 10
+
+
+class BatchRecord(BaseModel):
+    """The fields of the batch's hash that are not its groups'."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    groups: PositiveInt
+    rows: PositiveInt
+    group_size: PositiveInt
+    published: int = Field(ge=0)
+    cancelled: int = Field(ge=0)
+    max_unread_bytes: int = Field(ge=0)
+    # Runs of groups in order: shard, route, how many.
+    layout: Json[list[tuple[str, str, PositiveInt]]]
+
+    @model_validator(mode="after")
+    def _check_sums(self) -> Self:
+        laid_out = sum(count for _, _, count in self.layout)
+        if self.groups * self.group_size != self.rows or laid_out != self.groups or self.published > self.groups:
+            raise ValueError("its numbers do not agree")
+        return self
+
+    def laid_out(self, rows: Sequence[dict[str, Any]]) -> list[PromptGroup]:
+        """The groups, each with its part of `rows`."""
+        groups: list[PromptGroup] = []
+        for shard, route, count in self.layout:
+            for _ in range(count):
+                first = len(groups) * self.group_size
+                groups.append(PromptGroup(len(groups), first, route, shard, rows[first : first + self.group_size]))
+        return groups
+
+
+class StoredBatch:
+    """A batch's whole hash. Raises `ForeignEntryError` for what nobody of ours wrote."""
+
+    def __init__(self, batch: str, flat: Sequence[bytes]) -> None:
+        pairs = iter(flat)
+        self._batch = batch
+        self._fields = {
+            name.decode(errors="replace"): value.decode(errors="replace")
+            for name, value in zip(pairs, pairs, strict=True)
+        }
+        try:
+            self.record = BatchRecord.model_validate(self._fields)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise self._changed(f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()) from None
+
+    def tell(self, collection: BatchCollection) -> None:
+        """What has become of its groups while the client was away."""
+        for group in range(self.record.groups):
+            status, told = self._state(group)
+            if status == "cancelled" and self.record.cancelled:
+                collection.fail(group, ABANDONED)
+            elif told or status in ("handed", "cancelled"):
+                collection.skip(group, completed=status == "handed", failed=told)
+
+    def _state(self, group: int) -> tuple[str, bool]:
+        """Its status, and whether its failure has been handed over."""
+        raw = self._fields.get(f"g:{group}")
+        if raw is None:
+            return "cancelled", False
+        words = raw.split(" ")
+        if len(words) != _WORDS:
+            raise self._changed(f"g:{group} is {raw[:60]!r}")
+        return words[0], words[0] == "failed" and words[2] == "told"
+
+    def _changed(self, what: str) -> ForeignEntryError:
+        return ForeignEntryError(
+            f"the record of batch {self._batch} was changed by somebody ({what}); end it with `rolloutbus cancel "
+            f"{self._batch}`, and run it again"
+        )
