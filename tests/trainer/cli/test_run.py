@@ -269,7 +269,7 @@ async def test_up_with_its_own_broker_ends_open_batches_before_it(folder: Path) 
     (folder / "math.yaml").write_text('slow: {function: "own_functions:slow", seconds: 300}\n')
     with Program(folder, "up", "-c", "c.yaml", "rolloutbus.workers.drain_timeout_s=0.5") as fleet:
         assert fleet.process.stdout is not None
-        url = fleet.process.stdout.readline().split('"')[1]
+        _, url = fleet.process.stdout.readline(), fleet.process.stdout.readline().split('"')[1]
         rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
         async with RolloutClient.connect(url, run="default") as client, client.run_groups(rows, 1) as batch:
             coming = asyncio.ensure_future(anext(batch))
@@ -281,7 +281,7 @@ async def test_up_with_its_own_broker_ends_open_batches_before_it(folder: Path) 
                 await asyncio.wait_for(coming, TIME_LIMIT_S)
         code, _, said = fleet.wait()
         assert code == 130
-        assert "1 open batches are cancelled" in " ".join(said.split())
+        assert "1 open batch cancelled, clients told" in " ".join(said.split())
         fleet.nothing_is_left()
 
 
