@@ -85,7 +85,7 @@ WAITED = {
     "b:0 (lost) was due for 2.20 s": gone(evidence([held(0, 4, 100, "")], [held(0, 3800, 3900)]), 100),
     "b:0 (retry) was due": evidence([held(0, 4, 50, "retry"), held(1, 60, 70)], [held(0, 2400, 2500)]),
     "b:0 (released) was due": evidence([held(0, 4, 50, "released")], [held(0, 2100, 2500)]),
-    "b:0 (parked) was due": evidence([held(0, 4, 5, "parked"), held(0, 600, 700)], []),
+    "b:0 (parked) was due": evidence([held(0, 4, 5, "parked"), held(0, 900, 1000)], []),
     "on shard scored groups that were due waited": evidence(RELEASED, [held(0, 9505, 9600)]),
     "took group b:1, a new one, while group b:0 (retry)": evidence(
         [held(0, 4, 50, "retry"), held(2, 50, 9000)],

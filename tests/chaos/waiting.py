@@ -31,7 +31,7 @@ KINDS = {"parked": "parked", "retry": "retry", "released": "released", "suspect"
 AGAIN = ("retry", "released", "lost")
 # What the product promises is: at once for what was never taken, 50 ms for what was put aside, else a look each second.
 # The rest is for a machine that does much else.
-LONGEST_MS = {"fresh": 1500, "parked": 500, "retry": 2000, "released": 2000, "lost": 2000}
+LONGEST_MS = {"fresh": 1500, "parked": 800, "retry": 2000, "released": 2000, "lost": 2000}
 SUM_MS = 6000
 LATE_MS = 2000
 
