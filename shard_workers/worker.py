@@ -232,7 +232,9 @@ class ShardWorker:
             log.warning("%s: cannot look for groups to take over (%s)", self.identity.label, error)
             return CLAIM_EVERY_S
         # As many as were asked for: there may be more, and new groups would have the places that come free until then.
-        if claimed.parked or len(claimed.entries) >= free:
+        if len(claimed.entries) >= free:
+            return 0.0
+        if claimed.parked:
             return CLAIM_AGAIN_S
         due = CLAIM_EVERY_S if claimed.next_due_ms is None else claimed.next_due_ms / 1000
         return min(CLAIM_EVERY_S, max(due, CLAIM_AGAIN_S))

@@ -107,6 +107,29 @@ async def test_a_retry_avoids_the_instance_that_failed_while_another_is_alive(st
 
 
 @within(20)
+async def test_what_is_due_again_follows_at_once_before_anything_new(stack: Stack) -> None:
+    """Found by chaos: after each there was a pause of 50 ms, in which new groups had the places that came free."""
+    started: list[int] = []
+
+    async def behaviour(rows: Sequence[Row]) -> AsyncGenerator[Any]:
+        group = rows[0]["_rowidx"] // 2
+        started.append(group)
+        if group < 2 and started.count(group) == 1:
+            raise ValueError("once")
+        if group == 2:
+            # Both of them are due by then.
+            await asyncio.sleep(0.5)
+        for row in rows:
+            yield row, {"row": row["_rowidx"]}
+
+    await stack.worker(WholeGroup(behaviour), slots=1)
+    groups, _ = await outcome_of(stack, 12)
+    check_groups(groups, 12)
+    again = {group: [at for at, one in enumerate(started) if one == group][1] for group in (0, 1)}
+    assert max(again.values()) < started.index(3), started
+
+
+@within(20)
 async def test_one_good_instance_among_failing_ones_ends_every_group(stack: Stack) -> None:
     stack.host({"s": {"replicas": 4}})
     bad = [WholeGroup(failing_with(ValueError("no GPU here"))) for _ in range(3)]
