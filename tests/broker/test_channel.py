@@ -174,11 +174,12 @@ async def test_every_face_of_a_channel_gives_up_in_time():
             lambda channel: channel.send([("PING",)]),
         ]
         for use in faces:
-            channel = await Channel.open(settings(url), "test", timeout_s=0.05)
+            # The greeting has to come within it too, also on a machine that does much else.
+            channel = await Channel.open(settings(url), "test", timeout_s=0.5)
             began = asyncio.get_running_loop().time()
-            with pytest.raises(BrokerTimeoutError, match=r"did not answer within 0\.05 s"):
+            with pytest.raises(BrokerTimeoutError, match=r"did not answer within 0\.5 s"):
                 await use(channel)
-            assert 0.04 < asyncio.get_running_loop().time() - began < 2
+            assert 0.4 < asyncio.get_running_loop().time() - began < 5
             assert channel.broken
             with pytest.raises(BrokerTimeoutError):
                 await channel.execute("PING")
