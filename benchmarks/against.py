@@ -62,7 +62,8 @@ def measure(revisions: Sequence[str], order: Order, repeats: int, transport: str
             for name, folder in {NOW: None, **trees}.items()
         ]
         for repeat in range(repeats + 1):
-            for player in players:
+            # Forwards and back, so that none always follows the same one.
+            for player in players if repeat % 2 else reversed(players):
                 measured = player.run(order)
                 if repeat:
                     found.setdefault(player.name, []).append(measured)
