@@ -32,6 +32,7 @@ Buffer = bytes | memoryview
 # Below this size one copy is cheaper than another buffer in the write.
 JOIN_BELOW = 16_384
 # It keeps nothing between calls, and making one for each command would be felt.
+_AWAY_S = 1.0
 _BACKOFF = ExponentialWithJitterBackoff(cap=1.0, base=0.02)
 
 
@@ -303,6 +304,10 @@ class Link:
     def watched_for(self, seconds: float) -> bool:
         """True when nobody's absence in the last `seconds` can be due to our own or the broker's."""
         return self.current is not None and time.monotonic() - self.watching_since >= seconds
+
+    def patience_s(self, limit_s: float) -> float:
+        """How long whoever leaves waits for the broker: hardly, where it is known to be away."""
+        return limit_s if self.current is not None else min(_AWAY_S, limit_s)
 
     async def channel(self) -> Channel:
         """The open channel; connects when there is none, once, raising what went wrong."""

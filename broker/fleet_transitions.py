@@ -19,12 +19,12 @@ from typing import Any, Final, NamedTuple
 
 from .channel import Command, Link, raise_first_error
 from .errors import FleetError
-from .excerpts import excerpt
 from .keys import Keys
 from .scripts import SCRIPTS, load_scripts
 from .settings import BrokerSettings
 from .shard_records import ShardRecord, parse_record
-from .steps import Runner, run_step
+from .steps import Runner, ask, run_step
+from .wording import excerpt
 
 DONE: Final = "ok"
 # Starting a stack may take half an hour; whoever asked hears of it then, or of the fleet's end much sooner.
@@ -192,10 +192,9 @@ async def require_free(runner: Runner, keys: Keys, settings: BrokerSettings) -> 
     """Raise the `FleetError` that `claim` would now. It is the claim that decides; this is for whoever has much to
     start before.
     """
-    replies = await runner.run([("GET", keys.fleet)])
-    raise_first_error(replies)
-    if replies[0] is not None:
-        raise _taken(keys, settings, replies[0])
+    (holder,) = await ask(runner, [("GET", keys.fleet)])
+    if holder is not None:
+        raise _taken(keys, settings, holder)
 
 
 def _taken(keys: Keys, settings: BrokerSettings, words: bytes) -> FleetError:

@@ -6,7 +6,6 @@ words.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .errors import ConfigError
+from .wording import did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -90,9 +90,7 @@ def _explain(item: Any, model: type[BaseModel], where: str) -> str:
     path = ".".join([where, *(str(part) for part in item["loc"])])
     if item["type"] == "extra_forbidden":
         known = sorted(_known(model, item["loc"]))
-        close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.7)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        return f"{path} is not a known key{hint}; known here: {', '.join(known)}"
+        return f"{path} is not a known key{did_you_mean(str(item['loc'][-1]), known)}; known here: {', '.join(known)}"
     if item["type"] == "value_error":
         return f"{path}: {item['ctx']['error']}"
     # A secret must not reach a log because its neighbour was mistyped, nor as part of a whole that has the wrong type.

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from .channel import Arg, Command, Payload, raise_first_error
 from .errors import BrokerFullError, RolloutBusError
-from .excerpts import excerpt
 from .keys import GROUP_NAME, Keys
 from .messages import Failure, GroupEntry, row_fields
 from .scripts import SCRIPTS
 from .settings import BrokerSettings
 from .shard_records import parse_record
 from .steps import Runner, Step, run_step, run_steps
+from .wording import excerpt
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from typing import Any
 from ..broker import codec
 from ..broker.channel import Payload
 from ..broker.errors import DecodeError, EnvironmentContractError, PayloadTooLargeError, RolloutBusError
-from ..broker.excerpts import excerpt
 from ..broker.messages import Failure
+from ..broker.wording import excerpt
 from ..broker.worker_transitions import Attempt, Taken, WorkerTransitions
 from .environments.base import Environment, ReportsTiming, Row
 from .environments.exits import EXITS, contained, text_of

@@ -20,13 +20,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..broker.errors import ConfigError
 from ..broker.keys import UNSHARDED_SHARD, Keys
 from ..broker.settings import BrokerSettings, broker_url, settings_from
+from ..broker.wording import did_you_mean
 from .gym_config import GymConfig, find_gym_config_entries
 from .overlay import apply_shard_log_dir, apply_shard_overlay
 from .plan import parse_shard_plan
 from .plan_errors import ShardConfigError
 from .plan_ports import replica_port_range
 from .plan_spec import CONFIG_ROOT, DEFAULT_PLACEMENT_STRATEGY, ShardPlan, ShardSpec
-from .plan_text import did_you_mean, names, shown
+from .plan_text import names, shown
 from .worker_settings import WorkerSettings
 from .yaml_files import load_yaml
 

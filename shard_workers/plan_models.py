@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from ..broker.wording import did_you_mean
 from .gym_config import GymConfig
 from .plan_spec import (
     DEFAULT_PLACEMENT_STRATEGY,
@@ -23,7 +24,7 @@ from .plan_spec import (
     SHARD_SPEC_KEYS,
     SHARDING_CONFIG_KEYS,
 )
-from .plan_text import config_error, did_you_mean, key_path, names, shown
+from .plan_text import config_error, key_path, names, shown
 
 _OURS = "rolloutbus"
 # The upper end is not part of a range, so it is one above the last port there is.

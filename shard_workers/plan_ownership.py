@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..broker.wording import did_you_mean
 from .gym_config import GymConfig
 from .plan_models import PlanSettings
 from .plan_spec import NEMO_RL_DICT_CONFIG_KEYS, SHARDING_CONFIG_KEYS
-from .plan_text import did_you_mean, key_path, names, raise_problems
+from .plan_text import key_path, names, raise_problems
 
 _COMMON = "common_inherited_overlays"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 
 from .plan_errors import ShardConfigError
@@ -23,12 +22,6 @@ def shown(value: object) -> str:
 def names(values: Iterable[str]) -> str:
     """Sorted and quoted: `'a', 'b'`; `(none)` if there are none."""
     return ", ".join(repr(value) for value in sorted(values)) or "(none)"
-
-
-def did_you_mean(value: object, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` where something known is close, else nothing."""
-    close = difflib.get_close_matches(value, sorted(known), n=1, cutoff=0.7) if isinstance(value, str) else []
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def key_path(path: str = "", shard: object = None) -> str:

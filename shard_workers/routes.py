@@ -14,9 +14,10 @@ from typing import Any, Final, cast
 
 from ..broker.errors import RouteError
 from ..broker.routes import route_of
+from ..broker.wording import did_you_mean
 from .plan_errors import ShardSetupError
 from .plan_spec import GYM_ROUTABLE_KEYS
-from .plan_text import did_you_mean, names, shown
+from .plan_text import names, shown
 
 ANY_ROUTE: Final = "*"
 """The key of a route map in which every route leads to the one shard of an unsharded run."""

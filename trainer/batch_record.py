@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, Json, PositiveInt, ValidationError, model_validator
 
+from ..broker.inspection import decoded
 from ..broker.messages import ForeignEntryError
 from ..collector import BatchCollection
 from ..collector.sweep import ABANDONED
@@ -50,12 +51,7 @@ class StoredBatch:
     """A batch's whole hash. Raises `ForeignEntryError` for what nobody of ours wrote."""
 
     def __init__(self, batch: str, flat: Sequence[bytes]) -> None:
-        pairs = iter(flat)
-        self._batch = batch
-        self._fields = {
-            name.decode(errors="replace"): value.decode(errors="replace")
-            for name, value in zip(pairs, pairs, strict=True)
-        }
+        self._batch, self._fields = batch, decoded(flat)
         try:
             self.record = BatchRecord.model_validate(self._fields)
         except ValidationError as error:

@@ -43,7 +43,6 @@ log = logging.getLogger("rolloutbus.trainer")
 Result = TypeVar("Result")
 # Keys are renewed this many times within their TTL.
 _TTL_RENEWALS = 20
-_AWAY_S = 1.0
 
 
 class _ChannelRunner:
@@ -141,9 +140,8 @@ class Engine:
             self._thread.join()
 
     def patience_s(self) -> float:
-        """How long whoever leaves waits for the broker: hardly, where it is known to be away."""
-        limit = self.settings.command_timeout_s
-        return limit if self.link.current is not None else min(_AWAY_S, limit)
+        """How long whoever leaves waits for the broker."""
+        return self.link.patience_s(self.settings.command_timeout_s)
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Run `work` in the client's thread. What the thread's end leaves undone ends with `ClosedError`, never with a

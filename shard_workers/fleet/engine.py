@@ -33,9 +33,6 @@ from .supervision import Callbacks, Supervisor
 
 log = logging.getLogger("rolloutbus.fleet")
 
-# How long a broker that is known to be away is waited for at the end.
-_AWAY_S = 1.0
-
 
 class FleetEngine:
     """One fleet; all methods run in the loop that made it. `on_end(reason)` is called when it ended without being
@@ -394,9 +391,8 @@ class FleetEngine:
 
     async def _quietly(self, work: Awaitable[object]) -> None:
         """What the broker need not be there for: its keys run out by themselves."""
-        patience_s = self.config.fleet.stop_timeout_s if self._link.current is not None else _AWAY_S
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(self._link.patience_s(self.config.fleet.stop_timeout_s)):
                 await work
         except (RolloutBusError, TimeoutError) as error:
             why = str(error) or "no answer from the broker"

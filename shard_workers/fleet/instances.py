@@ -24,7 +24,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...broker.errors import FleetError
-from ...broker.excerpts import excerpt
+from ...broker.wording import excerpt
 from ..fleet_config import FleetConfig
 from ..plan_spec import ShardSpec
 from .actor import InstanceActor, InstanceSpec, Trouble, WorkerIdentity

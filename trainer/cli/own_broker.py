@@ -18,7 +18,7 @@ from .targets import on_broker
 REASON = "`rolloutbus up` ended, and its own broker with it"
 # For clients to hear of it and close their books; one that does nothing else has done so in milliseconds.
 _PATIENCE_S = 3.0
-# For those whose trainer ends with its batch: leaving a broker that has gone takes them a minute.
+# For those whose trainer ends with its batch: leaving a broker that has gone takes them longer.
 _LEAVING_S = 0.5
 _POLL_S = 0.02
 

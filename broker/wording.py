@@ -1,7 +1,9 @@
-"""Texts cut to a length for people: after a word, and so that one sees it."""
+"""Words for people: texts cut to a length, and what was probably meant."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Final
 
 _CUT: Final = " …"
@@ -16,3 +18,9 @@ def excerpt(text: str, limit: int) -> str:
     words = text[: room + 1].rsplit(maxsplit=1)
     kept = words[0] if len(words) > 1 and not text[room].isspace() else text[:room]
     return kept.rstrip() + _CUT
+
+
+def did_you_mean(value: object, known: Iterable[str]) -> str:
+    """` (did you mean 'x'?)` where something known is close, else nothing."""
+    close = difflib.get_close_matches(value, sorted(known), n=1, cutoff=0.7) if isinstance(value, str) else []
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rolloutbus.broker.excerpts import excerpt
+from rolloutbus.broker.wording import excerpt
 
 
 @pytest.mark.parametrize(
