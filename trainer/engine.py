@@ -104,6 +104,8 @@ class Engine:
         """Begin; the future is done when connected, or carries what went wrong."""
         self.require_own()
         with self._guard:
+            if self._stop_asked and self._ready.done() and not self._ready.exception():
+                raise self._ended("is closed")
             if self._thread is None:
                 if self._forks != forks():
                     # Made before a fork and used on both sides, it must not be the same owner twice.
@@ -238,6 +240,11 @@ class Engine:
         link = Link(self.settings, f"client:{self.client}", self._introduce)
         self.link = link
         self.transitions = ClientTransitions(link, self.keys, self.settings, self.client, self.incarnation)
+        self.collector = Collector(
+            self.settings, self.keys, link, self.transitions, lambda: self.sessions.republish()
+        )
+        producer = Producer(link, self.keys, self.settings, self.transitions)
+        self.sessions = SessionRunner(link, self.transitions, producer, self.collector)
         stop = asyncio.create_task(self._stop.wait())
         try:
             await self._connect(link, stop)
@@ -255,6 +262,9 @@ class Engine:
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+        # Batches that began while the client was closing, or ended by itself.
+        for session in self.sessions.sessions.values():
+            session.outbox.end(Ended(self._ended("was closed meanwhile")))
 
     async def _connect(self, link: Link, stop: asyncio.Task[Any]) -> None:
         connecting = asyncio.create_task(self._find_fleet(link))
@@ -295,11 +305,6 @@ class Engine:
             await wait.pause(left)
 
     async def _serve(self, stop: asyncio.Task[Any]) -> None:
-        self.collector = Collector(
-            self.settings, self.keys, self.link, self.transitions, lambda: self.sessions.republish()
-        )
-        producer = Producer(self.link, self.keys, self.settings, self.transitions)
-        self.sessions = SessionRunner(self.link, self.transitions, producer, self.collector)
         duties = [
             asyncio.create_task(self.collector.run(), name="collector"),
             asyncio.create_task(self._renew_for_ever(), name="owner"),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..broker.channel import Channel, Link
 from ..broker.client_transitions import Books, ClientTransitions, OutgoingGroup
-from ..broker.errors import BatchCancelledError, BatchError, BooksError, UnknownBatchError, UsageError
+from ..broker.errors import BatchCancelledError, BatchError, BooksError, ClosedError, UnknownBatchError, UsageError
 from ..collector import BatchCollection, Collector, GroupFailure, PackedGroup, PackedRow, Sink
 from ..collector.sweep import Watched, outline
 from ..collector.timing import COUNTERS
@@ -74,7 +74,8 @@ class Session:
 
     def note_start(self, started: Future[None]) -> None:
         """Where it could not begin, its consumers are told why."""
-        error = started.exception()
+        cancelled = started.cancelled()
+        error = ClosedError("the client was closed before this batch began") if cancelled else started.exception()
         if error is not None:
             self.outbox.end(Ended(error))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from rolloutbus.broker.client_transitions import cancel_batch
+from rolloutbus.broker.client_transitions import ClientTransitions, cancel_batch
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import (
     BatchCancelledError,
@@ -30,6 +32,7 @@ from tests.stacks import (
     results_are_gone,
     rows_of,
     stack_on,
+    until,
     within,
 )
 
@@ -173,6 +176,43 @@ async def test_closing_the_client_ends_open_batches_with_an_error_and_cleans_up(
     with pytest.raises(ClosedError, match="close the batch first"):
         await waiting
     await gone(stack, batch.id, environment)
+
+
+async def hanging(*_: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+@within(20)
+async def test_a_client_that_closes_begins_nothing_any_more(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that came after all others had been ended had a consumer who waited for ever."""
+    resigning, go_on = asyncio.Event(), threading.Event()
+    loop, resign = asyncio.get_running_loop(), ClientTransitions.resign
+
+    async def slowly(self: ClientTransitions, shards: Sequence[str]) -> None:
+        loop.call_soon_threadsafe(resigning.set)
+        await asyncio.to_thread(go_on.wait)
+        await resign(self, shards)
+
+    stack.host()
+    client = stack.client()
+    engine = client._engine  # pyright: ignore[reportPrivateUsage]
+    await client.__aenter__()
+    monkeypatch.setattr(ClientTransitions, "resign", slowly)
+    monkeypatch.setattr(ClientTransitions, "open", hanging)
+    closing = asyncio.create_task(client.close())
+    await resigning.wait()
+    with pytest.raises(ClosedError, match="this client is closed; make a new one"):
+        client.run_groups(rows_of(2), 2)
+    with pytest.raises(ClosedError, match="this client is closed; make a new one"):
+        await client.resume("0123456789ab")
+    # Who had looked just before it began to close.
+    monkeypatch.setattr(engine, "start", lambda: engine._ready)
+    late = asyncio.create_task(groups_of(client.run_groups(rows_of(2), 2)))
+    await until(lambda: engine.sessions.sessions)
+    go_on.set()
+    with pytest.raises(ClosedError, match="was closed meanwhile"):
+        await late
+    await closing
 
 
 @within(20)
