@@ -5,6 +5,7 @@ Every step carries the client's incarnation; a process that lost its name to ano
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -159,9 +160,21 @@ class ClientTransitions:
             ),
         ]
 
-    async def seal(self, batch: str, *, as_it_is: bool = False) -> str:
-        """Say that all groups are published; `as_it_is`: even if the broker lost some whose end the client has seen."""
-        command = SCRIPTS["seal"].call([self._keys.batch(batch)], self.incarnation, int(as_it_is))
+    async def restore(self, batch: str, group_size: int, ended: Mapping[int, str]) -> None:
+        """Tell a broker that lost its data of groups that have `ended`: handed, done (the results are lost there),
+        failed, or told (the trainer has had its failure). What it knows better stays.
+        """
+        command = SCRIPTS["restore"].call(
+            [self._keys.batch(batch)],
+            self.incarnation,
+            group_size,
+            *itertools.chain.from_iterable(ended.items()),
+        )
+        self._check((await run_step(self._runner, command))[0][0].decode(), batch, ("ok",))
+
+    async def seal(self, batch: str) -> str:
+        """Say that all groups are published."""
+        command = SCRIPTS["seal"].call([self._keys.batch(batch)], self.incarnation)
         status = (await run_step(self._runner, command))[0][0].decode()
         return self._check(status, batch, ("ok", "unfinished"))
 

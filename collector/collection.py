@@ -68,7 +68,6 @@ class BatchCollection:
         self.batch = batch
         self.timing = TimingLedger()
         self.completed = 0
-        self.failed = 0
         self.duplicate_rows = 0
         self.last_progress = time.monotonic()
         self.collecting = IntervalUnion()
@@ -79,6 +78,12 @@ class BatchCollection:
         self._accumulator = PromptGroupAccumulator(rows, num_generations, allow_mixed_routes=True)
         self._incoming: dict[int, _Incoming] = {}
         self._handed: set[int] = set()
+        self._failed: set[int] = set()
+
+    @property
+    def failed(self) -> int:
+        """How many groups failed for good."""
+        return len(self._failed)
 
     @property
     def groups(self) -> int:
@@ -95,11 +100,21 @@ class BatchCollection:
         """Groups of which something is still to come."""
         return [group for group in range(self.groups) if not self._accumulator.has_ended(group)]
 
+    def outcomes(self) -> dict[int, str]:
+        """The groups that have ended: handed or told (the trainer has its results, or its failure), done or failed."""
+        return {group: self._outcome(group) for group in range(self.groups) if self._accumulator.has_ended(group)}
+
+    def _outcome(self, group: int) -> str:
+        if group in self._failed:
+            return "told" if group in self._handed else "failed"
+        return "handed" if group in self._handed else "done"
+
     def skip(self, group: int, *, completed: bool = False, failed: bool = False) -> None:
         """A group that ended before this process's time (resume): it does not come again."""
         self._accumulator.give_up(group)
         self.completed += completed
-        self.failed += failed
+        if failed:
+            self._failed.add(group)
         self._handed.add(group)
 
     def add(self, entry: ResultEntry) -> list[Handover]:
@@ -195,7 +210,7 @@ class BatchCollection:
         """The group failed for good."""
         if self._accumulator.has_ended(group):
             return
-        self.failed += 1
+        self._failed.add(group)
         self._accumulator.give_up(group)
         first = group * self._size
         indices = range(first, first + self._size)

@@ -12,7 +12,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..broker import codec
@@ -39,6 +39,8 @@ ENCODED_AT_ONCE = 4
 BREATH_S = 0.001
 # A write that was refused for want of memory is tried again below this share of maxmemory.
 FULL_RATIO = 0.98
+# Groups of which a broker that lost its data is told in one step.
+RESTORED_AT_ONCE = 1000
 _POLL_S = 0.02
 _SAY_EVERY_S = 30.0
 _MEMORY_CHECK_EVERY_S = 0.5
@@ -53,9 +55,7 @@ class Publication:
     num_generations: int
     entries: dict[int, str] = field(default_factory=dict[int, str])
     placed: set[int] = field(default_factory=set[int])
-    expected: int | None = None
     opened: bool = False
-    sealed: bool = False
     waiting_for: str = ""
 
     @property
@@ -78,8 +78,7 @@ class Publication:
     @property
     def spec(self) -> BatchSpec:
         rows = sum(len(group.rows) for group in self.groups)
-        groups = len(self.groups) if self.expected is None else self.expected
-        return BatchSpec(self.batch, groups, rows, self.num_generations, self.shards, self.layout)
+        return BatchSpec(self.batch, len(self.groups), rows, self.num_generations, self.shards, self.layout)
 
 
 def _destination(group: PromptGroup) -> tuple[str, str]:
@@ -113,14 +112,20 @@ class Producer:
         """Open the batch, publish all its groups, seal it. May be called again: what is there stays."""
         await self._open(publication)
         await self._publish_groups(publication, publication.groups)
-        await self._seal(publication, as_it_is=False)
+        await self._seal(publication)
 
-    async def republish(self, publication: Publication, missing: Sequence[PromptGroup]) -> None:
-        """After the broker lost data: open the batch again if it is gone, and publish what has not come back."""
-        publication.sealed, publication.expected = False, len(missing)
+    async def republish(
+        self, publication: Publication, missing: Sequence[PromptGroup], ended: Mapping[int, str]
+    ) -> None:
+        """After the broker lost data: open the batch again if it is gone, publish what has not come back, and say what
+        has `ended`, as `ClientTransitions.restore` takes it.
+        """
         await self._open(publication)
+        told = iter(ended.items())
+        while some := dict(itertools.islice(told, RESTORED_AT_ONCE)):
+            await self._transitions.restore(publication.batch, publication.num_generations, some)
         await self._publish_groups(publication, missing)
-        await self._seal(publication, as_it_is=True)
+        await self._seal(publication)
 
     async def _open(self, publication: Publication) -> str:
         while True:
@@ -144,11 +149,10 @@ class Producer:
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
 
-    async def _seal(self, publication: Publication, *, as_it_is: bool) -> None:
-        status = await self._transitions.seal(publication.batch, as_it_is=as_it_is)
+    async def _seal(self, publication: Publication) -> None:
+        status = await self._transitions.seal(publication.batch)
         if status != "ok":
             raise BatchError(f"batch {publication.batch} could not be sealed: the broker does not hold all its groups")
-        publication.sealed = True
 
     async def _publish_shard(self, publication: Publication, groups: Sequence[PromptGroup]) -> None:
         at, most = 0, FIRST_WRITE_GROUPS

@@ -224,6 +224,6 @@ def _session_again(batch_id: str, stored: StoredBatch, rows: Sequence[dict[str, 
             f"batch {batch_id} has {total} rows, but {len(known)} were given; give the rows it was published with"
         )
     session = new_session(batch_id, known, stored.record.laid_out(rows or ()), size, rows_mode=False)
-    session.publication.placed.update(range(stored.record.published))
+    session.publication.placed.update(range(stored.record.groups))
     stored.tell(session.collection)
     return session

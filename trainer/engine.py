@@ -240,9 +240,7 @@ class Engine:
         link = Link(self.settings, f"client:{self.client}", self._introduce)
         self.link = link
         self.transitions = ClientTransitions(link, self.keys, self.settings, self.client, self.incarnation)
-        self.collector = Collector(
-            self.settings, self.keys, link, self.transitions, lambda: self.sessions.republish()
-        )
+        self.collector = Collector(self.settings, self.keys, link, self.transitions, lambda: self.sessions.republish())
         producer = Producer(link, self.keys, self.settings, self.transitions)
         self.sessions = SessionRunner(link, self.transitions, producer, self.collector)
         stop = asyncio.create_task(self._stop.wait())

@@ -66,7 +66,8 @@ class Session:
 
     def _outline(self, group: int) -> OutgoingGroup:
         about = self.publication.groups[group]
-        return outline(self.batch, group, about.shard, about.route, len(about.rows), about.first_row)
+        # Whoever resumes a batch need not have its rows.
+        return outline(self.batch, group, about.shard, about.route, self.publication.num_generations, about.first_row)
 
     @property
     def batch(self) -> str:
@@ -172,7 +173,7 @@ class SessionRunner:
     async def _take_up(self, session: Session) -> None:
         session.run_id, session.resumed = await self._server(), True
         await self._transitions.adopt(session.batch)
-        session.publication.opened = session.publication.sealed = True
+        session.publication.opened = True
         self._watch(session)
         await self._collector.attach(session.collection, session.publication.shards, from_start=True)
         if session.collection.all_ended:
@@ -219,7 +220,7 @@ class SessionRunner:
             await self._adopt_again(session, able=len(missing) == len(out))
         if missing:
             log.warning("batch %s: looking after %d groups on the restarted broker", session.batch, len(missing))
-            await self._producer.republish(publication, missing)
+            await self._producer.republish(publication, missing, session.collection.outcomes())
         publication.opened = True
 
     async def _adopt_again(self, session: Session, *, able: bool) -> None:

@@ -1,10 +1,8 @@
 #!lua flags=allow-oom
--- All groups are published; nothing more may come. KEYS: batch | ARGV: incarnation, as it is(0|1)
--- As it is: groups that the client has seen the end of may be unknown to a broker that lost its last second.
+-- All groups are published; nothing more may come. KEYS: batch | ARGV: incarnation
 local h = redis.call('HMGET', KEYS[1], 'state', 'owner', 'groups', 'published')
 if not h[1] or h[1] == 'closed' then return { 'closed', 0 } end
 if h[2] ~= ARGV[1] then return { 'not-owner', 0 } end
-if h[3] ~= h[4] and ARGV[2] == '1' then redis.call('HSET', KEYS[1], 'groups', h[4])
-elseif h[3] ~= h[4] then return { 'unfinished', tonumber(h[4]) } end
+if h[3] ~= h[4] then return { 'unfinished', tonumber(h[4]) } end
 redis.call('HSET', KEYS[1], 'state', 'sealed')
 return { 'ok', tonumber(h[4]) }

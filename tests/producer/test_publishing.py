@@ -5,7 +5,7 @@ go on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -43,7 +43,9 @@ class Broker:
         self.queued = 0
         self.memory = "maxmemory:0\r\nused_memory:5"
         self.refusals: list[dict[int, RolloutBusError | Published]] = []
-        self.sealed: list[bool] = []
+        self.restored: dict[int, str] = {}
+        # The batch, how many writes there had been, and what was restored.
+        self.sealed: list[tuple[str, int, dict[int, str]]] = []
         self.asked_for_room = asyncio.Event()
 
     async def open(self, spec: BatchSpec) -> str:
@@ -62,8 +64,11 @@ class Broker:
             answers.append(Published("ok", f"1-{one.group}", self.queued))
         return answers
 
-    async def seal(self, batch: str, *, as_it_is: bool = False) -> str:
-        self.sealed.append(as_it_is)
+    async def restore(self, batch: str, group_size: int, ended: Mapping[int, str]) -> None:
+        self.restored.update(ended)
+
+    async def seal(self, batch: str) -> str:
+        self.sealed.append((batch, len(self.writes), dict(self.restored)))
         return "ok"
 
     async def run(self, commands: Sequence[Command]) -> list[Any]:
@@ -85,7 +90,7 @@ async def test_all_groups_are_written_once_and_the_batch_is_sealed() -> None:
     out = publication(*(group(index) for index in range(100)))
     await broker.producer().publish(out)
     assert [index for write in broker.writes for index in write] == list(range(100))
-    assert (out.published, out.sealed, broker.sealed) == (100, True, [False])
+    assert (out.published, len(broker.sealed)) == (100, 1)
     assert out.entries == {index: f"1-{index}" for index in range(100)}
 
 
@@ -129,7 +134,7 @@ async def test_an_empty_queue_admits_one_group_of_any_size() -> None:
     assert broker.writes == [[0]]
     broker.queued = 0
     await work
-    assert out.sealed
+    assert broker.sealed
 
 
 async def test_a_full_shard_does_not_hold_up_another() -> None:
@@ -184,29 +189,29 @@ async def test_a_group_that_is_there_already_counts_once() -> None:
     assert out.entries[0] == "1-0"
 
 
-async def test_what_the_broker_lost_is_published_again_and_sealed_as_it_is() -> None:
+async def test_what_the_broker_lost_is_published_again_or_told_of_before_the_batch_is_sealed() -> None:
     broker = Broker()
     out = publication(group(0), group(1), group(2, shard="y"))
     producer = broker.producer()
     await producer.publish(out)
-    await producer.republish(out, [out.groups[1], out.groups[2]])
-    assert sorted(broker.writes[-2:]) == [[1], [2]]
-    assert broker.opened[-1].groups == 2
-    assert broker.sealed == [False, True]
+    before = len(broker.writes)
+    await producer.republish(out, [out.groups[1], out.groups[2]], {0: "handed"})
+    assert sorted(broker.writes[before:]) == [[1], [2]]
+    assert broker.opened[-1].groups == 3
+    assert broker.sealed == [("b", before, {}), ("b", before + 2, {0: "handed"})]
     assert out.published == 3
 
 
 async def test_a_batch_that_cannot_be_sealed_is_an_error() -> None:
     broker = Broker()
 
-    async def unfinished(batch: str, *, as_it_is: bool = False) -> str:
+    async def unfinished(batch: str) -> str:
         return "unfinished"
 
     broker.seal = unfinished
     out = publication(group(0))
     with pytest.raises(BatchError, match="batch b could not be sealed"):
         await broker.producer().publish(out)
-    assert not out.sealed
 
 
 @pytest.mark.parametrize("value", [{1, 2}, Decimal("1"), 2**64, object()])

@@ -206,7 +206,7 @@ async def test_a_client_that_closes_begins_nothing_any_more(stack: Stack, monkey
     with pytest.raises(ClosedError, match="this client is closed; make a new one"):
         await client.resume("0123456789ab")
     # Who had looked just before it began to close.
-    monkeypatch.setattr(engine, "start", lambda: engine._ready)
+    monkeypatch.setattr(engine, "start", lambda: engine._ready)  # pyright: ignore[reportPrivateUsage]
     late = asyncio.create_task(groups_of(client.run_groups(rows_of(2), 2)))
     await until(lambda: engine.sessions.sessions)
     go_on.set()

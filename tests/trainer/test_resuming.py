@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 from rolloutbus.broker.client_transitions import ClientTransitions
+from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import RowError, UnknownBatchError, UsageError
 from rolloutbus.broker.messages import ForeignEntryError
 from rolloutbus.collector import Collector
-from rolloutbus.trainer import BatchCounts, CompletedGroup, RolloutClient
+from rolloutbus.trainer import BatchCounts, CompletedGroup, GroupFailure, RolloutClient
 
 from tests.stacks import (
     ROOT,
@@ -29,6 +30,7 @@ from tests.stacks import (
     check_groups,
     groups_of,
     rows_of,
+    stack_on,
     until,
     within,
 )
@@ -141,6 +143,56 @@ async def left_by_a_killed_trainer(stack: Stack) -> str:
         first.process.kill()
         await first.process.wait()
     return batch_id
+
+
+@within(60)
+async def test_a_batch_of_which_a_broker_lost_what_had_ended_goes_on_too() -> None:
+    """Its record named fewer groups than it was laid out with, and was taken for one that somebody had changed."""
+    with EmbeddedBroker() as broker:
+        async with stack_on(broker) as stack:
+            pace = Pace(free=12)
+            stack.host()
+            await stack.worker(EachRow(pace.rollout))
+            async with trainer(stack, take=4) as first:
+                batch_id = (await first.event())["batch"]
+                taken = {(await first.event())["group"] for _ in range(4)}
+                await stack.happens("finished", 6)
+                await until(lambda: handed(stack, batch_id) >= 3 and is_sealed(stack, batch_id))
+                broker.kill()
+                broker.restart()
+                stack.host()
+                await until(lambda: is_sealed(stack, batch_id))
+                # Handed over, or come and not handed over: the results of those die with the trainer.
+                known = [record(stack, batch_id, group) for group in range(10)]
+                first.process.kill()
+                await first.process.wait()
+            client = await stack.connected(name_wait_s=10.0)
+            async with await client.resume(batch_id, on_failure="yield") as batch:
+                pace.go.set()
+                groups = await groups_of(batch)
+            done = {at for at, words in enumerate(known) if words[0] == "done"}
+            failed = {group.group_index: group.type for group in groups if isinstance(group, GroupFailure)}
+            came = {group.group_index for group in groups if isinstance(group, CompletedGroup)}
+            assert failed == dict.fromkeys(done, "ResultsLostError")
+            assert came.isdisjoint(done)
+            assert taken | came | done == set(range(10))
+            assert len(groups) == len(came) + len(done)
+            assert batch.counts == BatchCounts(10, 10 - len(done), len(done), 0)
+
+
+@within(30)
+async def test_a_failure_that_is_found_after_a_resume_without_rows_arrives(broker: EmbeddedBroker) -> None:
+    """It stood on the stream with no rows, was set aside as foreign, and the batch ended with another error."""
+    async with stack_on(broker, no_instance_timeout_s=1.0) as stack:
+        stack.host()
+        batch_id = await left_by_a_killed_trainer(stack)
+        client = await stack.connected(name_wait_s=10.0)
+        async with await client.resume(batch_id, on_failure="yield") as batch:
+            groups = await groups_of(batch)
+        failures = {(group.type, tuple(group.row_indices)) for group in groups if isinstance(group, GroupFailure)}
+        assert failures == {("NoInstanceError", (2 * at, 2 * at + 1)) for at in range(10)}
+        # What was queued waits for an instance, which will drop it.
+        stack.redis.xtrim(stack.keys.groups("s"), maxlen=0)
 
 
 async def resumed(client: RolloutClient, batch_id: str) -> int:

@@ -55,6 +55,28 @@ async def test_a_group_that_comes_twice_in_one_write_is_published_once(stage: St
     assert len(await stage.queued()) == 1
 
 
+async def test_a_broker_that_lost_its_data_is_told_what_had_ended_and_believes_its_own_record_first(stage: Stage):
+    """Whoever resumes the batch then finds each of its groups, and the books balance."""
+    batch = await stage.opened(5)
+    await stage.published(batch, 0)
+    with pytest.raises(OwnershipLostError):
+        await stage.client(incarnation="second").restore(batch.id, SIZE, {1: "handed"})
+    for _ in range(2):
+        await batch.client.restore(batch.id, SIZE, {0: "handed", 1: "handed", 2: "done", 3: "failed", 4: "told"})
+    records = [await stage.record(batch, group) for group in range(5)]
+    assert [(record["status"], record["token"]) for record in records] == [
+        ("queued", "-"), ("handed", "-"), ("done", "-"), ("failed", "-"), ("failed", "told")
+    ]  # fmt: skip
+    await stage.raw("HDEL", stage.keys.batch(batch.id), "g:4")
+    await batch.client.restore(batch.id, SIZE, {4: "told"})
+    assert not await stage.record(batch, 4)
+    assert await batch.client.seal(batch.id) == "ok"
+    assert [await stage.count(batch, name) for name in ("published", "completed", "failed")] == [5, 2, 2]
+    books = await batch.close()
+    assert books is not None
+    assert books.balanced
+
+
 async def test_publishing_tells_how_many_bytes_are_queued(stage: Stage):
     batch = await stage.opened(2)
     size = batch.groups[0].payload.size
