@@ -53,9 +53,9 @@ local function live_with(key, stream)
 end
 
 -- Sets a group aside until `due` (ms), for others than `failed_on` while there are any: labels joined by commas, the last one last, or '-'.
--- Its entry stays on the stream, pending for nobody, and one on its last chance stays that.
+-- Its entry stays on the stream, pending for nobody, and one on its last chance stays that, whatever set it aside.
 local function delay(batch_key, groups, delayed, batch, group, r, due, failed_on)
-  if r.status ~= 'suspect' then r.status = 'delayed' end
+  r.status = redis.call('HGET', batch_key, 'last_chance:' .. group) and 'suspect' or 'delayed'
   save(batch_key, group, r)
   redis.call('XACK', groups, WORKERS, r.entry)
   redis.call('ZADD', delayed, due, batch .. ' ' .. group .. ' ' .. r.entry .. ' ' .. failed_on)

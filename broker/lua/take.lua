@@ -36,7 +36,10 @@ if r.status == 'running' and r.token ~= token then
     return { 'dead' }
   end
   -- One more loss and it is buried. If it is what kills its instances, it must not take another in the same plight with it.
-  if r.infra == ARGV[13] - 1 then r.status = 'suspect' end
+  if r.infra == ARGV[13] - 1 then
+    r.status = 'suspect'
+    redis.call('HSET', KEYS[1], 'last_chance:' .. group, 1)
+  end
 end
 local suspect = r.status == 'suspect'
 if suspect and runs_suspect(KEYS[10], string.match(KEYS[1], '^(.*:batch:)')) then

@@ -384,6 +384,28 @@ async def test_of_groups_on_their_last_chance_an_instance_claims_one_and_leaves_
     ]
 
 
+@pytest.mark.parametrize("released", [True, False])
+async def test_a_last_chance_that_did_not_come_to_its_end_is_one_still(stage: Stage, released: bool):
+    """After a drain two such groups could run side by side, and one be lost with the other."""
+    batch = await stage.sealed(2)
+    dead, heir = stage.worker("math/0"), stage.worker("math/1")
+    await heir.register()
+    lost = [await stage.taken(dead) for _ in range(2)]
+    first = await stage.taken_over(lost[0], heir, crash_limit=2)
+    await stage.expire_lease(lost[1].group)
+    assert (await heir.take(await stage.claimed(heir), "t", observing=True, crash_limit=2)).status == "suspect"
+    # Repeated after a lost reply.
+    for _ in range(2):
+        if released:
+            assert await heir.release(first) == "ok"
+        else:
+            assert await heir.fail(first, DATA, limit=3, delay_s=0.0) == "retry"
+    assert (await stage.record(batch))["status"] == "suspect"
+    assert await stage.count(batch, "stale_writes") == 0
+    await all_delayed_due(stage)
+    assert len((await heir.claim(10, observing=True, peers=())).entries) == 1
+
+
 async def all_delayed_due(stage: Stage) -> None:
     delayed = stage.keys.delayed(SHARD)
     for member in await stage.raw("ZRANGE", delayed, 0, -1):
