@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 import secrets
 import socket
@@ -92,7 +93,9 @@ class ShardWorker:
         self._ended: dict[str, int] = {}
         self._stopping = asyncio.Event()
         self._more_due = asyncio.Event()
-        self._release_after = self.settings.drain_timeout_s
+        # When running groups are handed back, once it is to stop.
+        self._release_at = math.inf
+        self._waits: asyncio.Timeout | None = None
         self._patience_s = max(settings.lease_s, self.settings.group_timeout_s * PATIENCE)
         self._releasing = False
         self._cleaning: asyncio.Task[None] | None = None
@@ -125,11 +128,16 @@ class ShardWorker:
             await asyncio.shield(self._cleaning)
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Take nothing more; groups that still run after `timeout_s` are handed back. `run` then returns."""
-        if timeout_s is not None:
-            self._release_after = timeout_s
+        """Take nothing more; groups that still run after `timeout_s` are handed back. `run` then returns.
+
+        Said again, the earlier moment counts.
+        """
+        wait_s = self.settings.drain_timeout_s if timeout_s is None else timeout_s
+        self._release_at = min(self._release_at, time.monotonic() + wait_s)
         self._stopping.set()
         self._more_due.set()
+        if self._waits is not None:
+            self._waits.reschedule(asyncio.get_running_loop().time() + self._release_at - time.monotonic())
 
     def stop(self) -> None:
         """Hand everything back at once."""
@@ -256,8 +264,10 @@ class ShardWorker:
         """Let running groups finish for a while, then hand them back; nothing that was delivered is left untaken."""
         await self._reader.stop()
         _, reader, claimer = duties
-        ending = [reader, claimer, *self._tasks]
-        await asyncio.wait(ending, timeout=self._release_after)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._release_at - time.monotonic()) as self._waits:
+                await asyncio.wait([reader, claimer, *self._tasks])
+        self._waits = None
         self._releasing = True
         for stopped in self._in_hand.values():
             if not stopped.done():

@@ -136,6 +136,21 @@ async def test_a_drain_that_takes_too_long_hands_back_what_still_runs(stack: Sta
 
 
 @within(20)
+async def test_a_worker_that_drains_can_be_told_to_stop_sooner_and_not_later(stack: Stack) -> None:
+    """It waited for the first word's ten minutes, until its fleet killed it and its groups counted as crashed."""
+    worker = await stack.worker(EachRow(Held().rollout))
+    client = await stack.connected()
+    async with client.run_groups(rows_of(2), 2):
+        await stack.happens("taken", 2)
+        worker.drain(timeout_s=600)
+        await asyncio.sleep(0.1)
+        worker.stop()
+        worker.drain(timeout_s=600)
+        await ended(stack, worker)
+        assert worker.statistics().ended == {"released": 2}
+
+
+@within(20)
 async def test_a_lease_that_was_lost_cancels_the_local_rollout(stack: Stack) -> None:
     held = Held()
     environment = EachRow(held.rollout)
