@@ -86,10 +86,6 @@ class Acceptance(NamedTuple):
     def positions(self) -> tuple[int, ...]:
         return tuple(at for rows in self.rows for at in rows.positions)
 
-    def without(self, accepted: frozenset[int]) -> Sequence[Rows]:
-        """Those rows of which nothing is accepted yet."""
-        return [rows for rows in self.rows if not accepted.intersection(rows.positions)]
-
 
 class Accepted(NamedTuple):
     """ok, repeated (both: it is in the broker), stale, gone, incomplete, or duplicate with the positions accepted
@@ -129,6 +125,15 @@ def _crash(limit: int) -> bytes:
     return Failure(
         "infra", "InstanceDied", f"{limit} instances died or lost their lease while they ran this group"
     ).packed()
+
+
+def _accepted(answer: list[Any] | Exception) -> Accepted | RolloutBusError:
+    if isinstance(answer, RolloutBusError):
+        return answer
+    if isinstance(answer, Exception):
+        raise answer
+    status, unread, detail = answer[-1]
+    return Accepted(status.decode(), unread, detail.decode())
 
 
 class WorkerTransitions:
@@ -242,19 +247,17 @@ class WorkerTransitions:
         What the broker refuses of one acceptance stands in its place as an error, and harms no other.
         """
         answers = await run_steps(self._runner, [self._accept_step(acceptance) for acceptance in acceptances])
-        return [
-            await self._accepted(acceptance, answer) for acceptance, answer in zip(acceptances, answers, strict=True)
-        ]
-
-    async def _accepted(self, acceptance: Acceptance, answer: list[Any] | Exception) -> Accepted | RolloutBusError:
-        if isinstance(answer, BrokerFullError):
-            answer = (await run_steps(self._runner, [[self._accept_command(acceptance, inline=True)]]))[0]
-        if isinstance(answer, RolloutBusError):
-            return answer
-        if isinstance(answer, Exception):
-            raise answer
-        status, unread, detail = answer[-1]
-        return Accepted(status.decode(), unread, detail.decode())
+        accepted: list[Accepted | RolloutBusError] = []
+        begun: set[str] = set()
+        for acceptance, answer in zip(acceptances, answers, strict=True):
+            token = acceptance.attempt.token
+            # A finish that ran before what it covers, because that was refused and sent again, left nothing behind.
+            too_early = token in begun and isinstance(answer, list) and answer[-1][0] == b"incomplete"
+            if too_early or isinstance(answer, BrokerFullError):
+                answer = (await run_steps(self._runner, [[self._accept_command(acceptance, inline=True)]]))[0]
+            begun.add(token)
+            accepted.append(_accepted(answer))
+        return accepted
 
     def _accept_step(self, acceptance: Acceptance) -> Step:
         results = self._keys.results(acceptance.attempt.group.client, self._identity.shard)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
+from rolloutbus.broker import worker_transitions
 from rolloutbus.broker.channel import Channel, Link, Payload
 from rolloutbus.broker.client_transitions import BatchSpec, OutgoingGroup
-from rolloutbus.broker.errors import BrokerError
+from rolloutbus.broker.errors import BrokerError, BrokerFullError, RolloutBusError
 from rolloutbus.broker.messages import parse_result
+from rolloutbus.broker.steps import Runner, Step, run_steps
 from rolloutbus.broker.worker_transitions import Acceptance, Rows
 
-from tests.broker.contract.stage import ALL, SHARD, Batch, Stage, result_rows
+from tests.broker.contract.stage import ALL, SHARD, SIZE, Batch, Stage, result_rows
 
 
 async def test_accepted_rows_stand_on_the_clients_stream_in_readable_form(stage: Stage):
@@ -269,3 +274,34 @@ async def test_a_blocked_reader_sees_nothing_of_what_was_refused_and_then_what_c
         assert [parse_result(*entry).row_indices for entry in seen] == [(3,)]
     finally:
         await reader.close()
+
+
+@pytest.mark.parametrize("again", [BrokerFullError("maxmemory"), None])
+async def test_a_finish_that_ran_before_its_rows_is_sent_again_after_them(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, again: RolloutBusError | None
+):
+    """Room came between two steps of one write, or somebody loaded the scripts: the group failed, and ran once more."""
+    batch = await stage.sealed()
+    worker = stage.worker()
+    attempt = await stage.taken(worker)
+    sent: list[int] = []
+
+    async def refused_first(runner: Runner, steps: Sequence[Step]) -> list[list[Any] | Exception]:
+        sent.append(len(steps))
+        if len(sent) > 1:
+            return await run_steps(runner, steps)
+        later = await run_steps(runner, steps[1:])
+        # Refused as a whole, or forgotten and repeated by `run_steps` after the other one.
+        return [again or (await run_steps(runner, steps[:1]))[0], *later]
+
+    monkeypatch.setattr(worker_transitions, "run_steps", refused_first)
+    answers = await worker.accept(
+        [
+            Acceptance(attempt, [result_rows(*range(SIZE - 1))], finish=False),
+            Acceptance(attempt, [result_rows(SIZE - 1)], finish=True),
+        ]
+    )
+    assert [getattr(answer, "status", answer) for answer in answers] == ["ok", "ok"]
+    assert (await stage.record(batch))["status"] == "done"
+    assert sorted(at for entry in await stage.results() for at in entry.row_indices) == list(range(SIZE))
+    assert await stage.count(batch, "duplicate_rows") == 0
