@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
+
+ENDED: Final = frozenset({"done", "handed", "failed"})
+# What a group is that is out and that nobody runs, for whoever waits for it.
+WAITING: Final[Mapping[str, str]] = {
+    "queued": "not taken",
+    "parked": "put aside until the consumer takes what has come",
+    "delayed": "waiting for a retry",
+    "suspect": "waiting for a last attempt",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
     """Where a group stands now. `idle_s`: seconds since its lease was renewed, None unless it runs; `first_take_ms` is
-    0 before.
+    0 before; `told`: it failed, and the trainer has had its failure.
     """
 
     status: str
@@ -19,13 +30,16 @@ class GroupRecord:
     data_failures: int
     accepted_rows: int
     first_take_ms: int
+    told: bool = False
     idle_s: float | None = None
 
 
 def parse_group_record(raw: bytes) -> GroupRecord | None:
     """The record, None for what nobody of ours wrote; its token stays here."""
     try:
-        status, attempt, _, instance, entry, infra, data, accepted, _, first_take = raw.decode().split(" ")
-        return GroupRecord(status, int(attempt), instance, entry, int(infra), int(data), int(accepted), int(first_take))
+        status, attempt, token, instance, entry, infra, data, accepted, _, first_take = raw.decode().split(" ")
+        told = status == "failed" and token == "told"
+        counts = int(infra), int(data), int(accepted), int(first_take)
+        return GroupRecord(status, int(attempt), instance, entry, *counts, told)
     except ValueError:
         return None

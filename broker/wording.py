@@ -24,3 +24,8 @@ def did_you_mean(value: object, known: Iterable[str]) -> str:
     """` (did you mean 'x'?)` where something known is close, else nothing."""
     close = difflib.get_close_matches(value, sorted(known), n=1, cutoff=0.7) if isinstance(value, str) else []
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 group`, `2 groups`; `plural` where another s does not make it."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

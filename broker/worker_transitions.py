@@ -121,9 +121,11 @@ def _spelled(positions: tuple[int, ...], rows: int) -> str:
 
 @functools.cache
 def _crash(limit: int) -> bytes:
-    """The failure of a group that outlived `limit` instances; the same for each, so packed once."""
+    """The failure of a group whose last attempt of `limit` lost its instance; the same for each, so packed once."""
     return Failure(
-        "infra", "InstanceDied", f"{limit} instances died or lost their lease while they ran this group"
+        "infra",
+        "InstanceDied",
+        f"its instance died or lost its lease while it ran this group; of {limit} infra attempts this was the last",
     ).packed()
 
 

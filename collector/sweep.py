@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 from ..broker.channel import Link, Payload
 from ..broker.client_transitions import ClientTransitions, OutgoingGroup
 from ..broker.errors import NoInstanceError, UnknownBatchError
-from ..broker.group_record import parse_group_record
+from ..broker.group_record import ENDED, WAITING, parse_group_record
 from ..broker.keys import Keys
 from ..broker.messages import Failure, ForeignEntryError
 from ..broker.settings import BrokerSettings
 from ..broker.shard_records import ShardRecord, parse_record
 from ..broker.steps import ask
+from ..broker.wording import counted
 from .collection import BatchCollection
 
 log = logging.getLogger("rolloutbus.collector")
 
-_ENDED = frozenset({"done", "handed", "failed"})
 _SHOWN = 5
 _DOUBTED_AT_ONCE = 64
 # After so many sweeps' time without a look, nothing is known of what was in between.
@@ -62,6 +62,8 @@ class Watched:
     # one may have lost it.
     is_there: Callable[[], bool] = lambda: True
     ended_since: dict[int, float] = field(default_factory=dict[int, float])
+    # Shard → how often in a row it was found without a live instance.
+    looks_without: dict[str, int] = field(default_factory=dict[str, int])
     warned: float = 0.0
 
 
@@ -97,7 +99,6 @@ class Sweeper:
         self._transitions = transitions
         self._taken_in = taken_in
         self._absent_since: dict[str, tuple[float, float]] = {}
-        self._looks_without: dict[str, int] = {}
 
     async def sweep(self, watched: Watched) -> None:
         """Look once at every group that is still out, and end those that nobody will bring."""
@@ -169,7 +170,7 @@ class Sweeper:
             record = records.get(watched.collection.shards[state.group])
             # The worker ends its own group on time; one lease later nobody else will.
             limit = (record.group_timeout_s if record else 3600.0) + self._settings.lease_s
-            if state.status not in _ENDED and state.first_take_ms and now_ms - state.first_take_ms > limit * 1000:
+            if state.status not in ENDED and state.first_take_ms and now_ms - state.first_take_ms > limit * 1000:
                 failure = Failure(
                     "infra", "DeadlineExceededError", f"not finished within {limit:g} s, last held by {state.instance}"
                 )
@@ -185,7 +186,7 @@ class Sweeper:
         for shard in {watched.collection.shards[state.group] for state in states}:
             if alive.get(shard):
                 self._absent_since.pop(shard, None)
-                self._looks_without.pop(shard, None)
+                watched.looks_without.pop(shard, None)
                 continue
             self._tell_of_absence(watched, shard)
             record = records.get(shard)
@@ -204,12 +205,12 @@ class Sweeper:
                 "infra", "NoInstanceError", f"no live instance of shard {shard} for {absent:.0f} s; is its fleet up?"
             )
             for state in states:
-                if watched.collection.shards[state.group] == shard and state.status not in _ENDED:
+                if watched.collection.shards[state.group] == shard and state.status not in ENDED:
                     await self._expire(watched, state, "no_instance", self._settings.lease_s, failure)
 
     def _tell_of_absence(self, watched: Watched, shard: str) -> None:
         """Once, at the second look: after a broker's restart instances need a moment to come back."""
-        looks = self._looks_without[shard] = self._looks_without.get(shard, 0) + 1
+        looks = watched.looks_without[shard] = watched.looks_without.get(shard, 0) + 1
         if looks == 2:
             log.warning(
                 "batch %s: no instance of shard %s shows signs of life; its groups wait %g s for one. Is a fleet "
@@ -238,7 +239,7 @@ class Sweeper:
         for shard in dict.fromkeys(watched.collection.shards[state.group] for state in states):
             mine = [state for state in states if watched.collection.shards[state.group] == shard]
             held = alive.get(shard, ())
-            out = [s for s in mine if s.status not in _ENDED and not (s.status == "running" and s.instance in held)]
+            out = [s for s in mine if s.status not in ENDED and not (s.status == "running" and s.instance in held)]
             stream = self._keys.groups(shard)
             # Looking for an entry costs the broker its payload, so only where there is a reason to doubt.
             doubtful = quiet > self._settings.stall_warning_s
@@ -251,7 +252,7 @@ class Sweeper:
         """What ended on the broker is read within moments, unless its results are gone; but at this moment it may just
         have ended.
         """
-        ended = [state for state in states if state.status in _ENDED]
+        ended = [state for state in states if state.status in ENDED]
         for group in watched.ended_since.keys() - {state.group for state in ended}:
             del watched.ended_since[group]
         for state in ended:
@@ -308,15 +309,14 @@ def describe_wait(watched: Watched, states: Sequence[GroupState], alive: Mapping
     for shard in dict.fromkeys(watched.collection.shards[state.group] for state in states):
         mine = [state for state in states if watched.collection.shards[state.group] == shard]
         running = [f"group {s.group} on {s.instance} (attempt {s.attempt})" for s in mine if s.status == "running"]
-        queued = [str(s.group) for s in mine if s.status != "running"]
         here = ", ".join(alive.get(shard, ())) or "none"
         words = [f"shard {shard} (instances alive: {here})"]
         if running:
             words.append(f"running: {', '.join(running[:_SHOWN])}{' …' if len(running) > _SHOWN else ''}")
-        if queued:
-            words.append(
-                f"not taken: {len(queued)} groups ({', '.join(queued[:_SHOWN])}{' …' if len(queued) > _SHOWN else ''})"
-            )
+        for status, how in {**WAITING, **dict.fromkeys(sorted(ENDED), "ended, and not read yet")}.items():
+            if some := [str(state.group) for state in mine if state.status == status]:
+                shown = f"{', '.join(some[:_SHOWN])}{' …' if len(some) > _SHOWN else ''}"
+                words.append(f"{how}: {counted(len(some), 'group')} ({shown})")
         parts.append("; ".join(words))
     return f"nothing came for {quiet:.0f} s, waiting for " + " | ".join(parts)
 

@@ -60,7 +60,9 @@ class AttemptRunner:
         """
         timing = self._timing.of(attempt.group.batch)
         now = time.monotonic()
-        timing.add("queue_wait", now - taken.queued_ms / 1000, now)
+        if attempt.number == 1:
+            # When the wait for a later one began, nobody knows; it did not run from the group's publication on.
+            timing.add("queue_wait", now - taken.queued_ms / 1000, now)
         timing.count_group()
         missing = attempt.group.rows - len(taken.accepted)
         outgoing = self._finisher.begin(attempt, whole=self._settings.commit == "group", missing=missing)

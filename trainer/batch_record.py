@@ -7,13 +7,12 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, Json, PositiveInt, ValidationError, model_validator
 
+from ..broker.group_record import GroupRecord, parse_group_record
 from ..broker.inspection import decoded
 from ..broker.messages import ForeignEntryError
 from ..collector import BatchCollection
 from ..collector.sweep import ABANDONED
 from ..producer import PromptGroup
-
-_WORDS = 10
 
 
 class BatchRecord(BaseModel):
@@ -61,21 +60,21 @@ class StoredBatch:
     def tell(self, collection: BatchCollection) -> None:
         """What has become of its groups while the client was away."""
         for group in range(self.record.groups):
-            status, told = self._state(group)
-            if status == "cancelled" and self.record.cancelled:
+            state = self._state(group)
+            if state is None and self.record.cancelled:
                 collection.fail(group, ABANDONED)
-            elif told or status in ("handed", "cancelled"):
-                collection.skip(group, completed=status == "handed", failed=told)
+            elif state is None:
+                collection.skip(group)
+            elif state.told or state.status == "handed":
+                collection.skip(group, completed=not state.told, failed=state.told)
 
-    def _state(self, group: int) -> tuple[str, bool]:
-        """Its status, and whether its failure has been handed over."""
+    def _state(self, group: int) -> GroupRecord | None:
+        """Its record; None where it has none, because it was dropped."""
         raw = self._fields.get(f"g:{group}")
-        if raw is None:
-            return "cancelled", False
-        words = raw.split(" ")
-        if len(words) != _WORDS:
+        record = None if raw is None else parse_group_record(raw.encode())
+        if raw is not None and record is None:
             raise self._changed(f"g:{group} is {raw[:60]!r}")
-        return words[0], words[0] == "failed" and words[2] == "told"
+        return record
 
     def _changed(self, what: str) -> ForeignEntryError:
         return ForeignEntryError(

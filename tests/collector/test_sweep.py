@@ -104,9 +104,9 @@ class Desk:
         self.taken_in = float("inf")
         self._sweeper = Sweeper(self.settings, KEYS, self.broker, self.broker, lambda _: self.taken_in)  # pyright: ignore[reportArgumentType]
 
-    async def sweep(self, after_s: float = 0.0) -> None:
+    async def sweep(self, after_s: float = 0.0, of: Watched | None = None) -> None:
         self.clock.now += after_s
-        await self._sweeper.sweep(self.watched)
+        await self._sweeper.sweep(of or self.watched)
 
     async def sweep_for(self, seconds: float) -> None:
         """Sweep as often as the settings say."""
@@ -297,7 +297,40 @@ async def test_a_stall_is_told_by_shard_groups_and_holders_once_a_minute(
         await desk.sweep_for(125)
     told = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
     assert len(told) == 2
-    assert "shard s (instances alive: s); running: group 0 on s/3 (attempt 1); not taken: 1 groups (1)" in told[0]
+    assert "shard s (instances alive: s); running: group 0 on s/3 (attempt 1); not taken: 1 group (1)" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ("parked", "put aside until the consumer takes what has come"),
+        ("delayed", "waiting for a retry"),
+        ("suspect", "waiting for a last attempt"),
+        ("done", "ended, and not read yet"),
+    ],
+)
+async def test_a_stall_says_what_each_group_waits_for(
+    desk: Desk, caplog: pytest.LogCaptureFixture, status: str, words: str
+) -> None:
+    desk.broker.records = {group: record(status, instance="s") for group in range(2)}
+    desk.broker.length, desk.taken_in = 100, float("-inf")
+    with caplog.at_level(logging.WARNING, "rolloutbus.collector"):
+        await desk.sweep_for(65)
+    assert f"{words}: 2 groups (0, 1)" in caplog.text
+    assert "not taken" not in caplog.text
+
+
+async def test_every_batch_is_told_once_that_its_shard_has_no_instance(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two batches that were looked at in turn had it told at the first look of the second, and never of the first."""
+    desk.broker.alive = set()
+    another = Watched(desk.collection, desk.watched.outline, {})
+    with caplog.at_level(logging.WARNING, "rolloutbus.collector"):
+        for look in range(1, 4):
+            await desk.sweep()
+            await desk.sweep(of=another)
+            assert caplog.text.count("no instance of shard s shows signs of life") == (0 if look == 1 else 2)
 
 
 async def test_a_batch_of_which_nothing_is_out_is_left_alone(desk: Desk) -> None:

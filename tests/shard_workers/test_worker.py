@@ -151,6 +151,25 @@ async def test_a_worker_that_drains_can_be_told_to_stop_sooner_and_not_later(sta
 
 
 @within(20)
+async def test_the_run_of_an_attempt_that_failed_is_no_wait_of_the_next_one(stack: Stack) -> None:
+    ran: list[int] = []
+
+    async def rollout(row: Row) -> Row:
+        ran.append(row["_rowidx"])
+        if len(ran) <= 2:
+            await asyncio.sleep(1.0)
+            raise ConnectionError("not yet")
+        return {"row": row["_rowidx"]}
+
+    await stack.worker(EachRow(rollout))
+    client = await stack.connected()
+    async with client.run_groups(rows_of(1), 2) as batch:
+        check_groups(await groups_of(batch), 1)
+    assert batch.metrics["timing/rollout/retries"] == 1
+    assert batch.metrics["timing/rollout/queue_wait"] < 0.9
+
+
+@within(20)
 async def test_a_lease_that_was_lost_cancels_the_local_rollout(stack: Stack) -> None:
     held = Held()
     environment = EachRow(held.rollout)

@@ -15,9 +15,10 @@ from rich.table import Table
 
 from ...broker.errors import ConfigError
 from ...broker.shard_records import instance_labels
+from ...broker.wording import counted
 from ...producer import check_rows
 from .config import ROOTS, ConfigPath, Overrides, load_config
-from .console import add_row, counted, new_table, out, print_json, say, show_table
+from .console import add_row, new_table, out, print_json, say, show_table
 from .environment_check import Entries, check_environment, check_routes, entries_of_functions, hosted_routes, route_map
 from .fleet_commands import Address, with_address
 from .rows import read_rows

@@ -15,8 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ...broker.errors import ConfigError
 from ...broker.settings import broker_url
+from ...broker.wording import counted
 from ...shard_workers.yaml_files import load_yaml
-from .console import counted
 
 URL_KEY = "rolloutbus.broker.url"
 RUN_KEY = "rolloutbus.run"

@@ -90,11 +90,6 @@ def show_table(table: Table, console: Console = out) -> None:
     console.print()
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """`1 group`, `2 groups`; `plural` where another s does not make it."""
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
-
-
 def seconds(value: float | None) -> str:
     """A duration as people say it: `0.42s`, `12.3s`, `4m05s`, `2h10m`, `3d04h`."""
     if value is None:

@@ -16,8 +16,9 @@ from ...broker.dead_letters import DeadLetter, drop_dead_letters, find_dead_lett
 from ...broker.errors import ConfigError, UnknownBatchError
 from ...broker.keys import Keys
 from ...broker.settings import BrokerSettings
+from ...broker.wording import counted
 from .. import CompletedGroup, RolloutClient
-from .console import add_row, clock, counted, new_table, out, print_json, say, show_table, size
+from .console import add_row, clock, new_table, out, print_json, say, show_table, size
 from .guard import FAILED
 from .result_lines import completed_lines, failed_lines, plain, to_json
 from .targets import AsJson, BrokerUrl, RunName, connected, observer_settings, on_run, the_run

@@ -9,7 +9,8 @@ from typing import Literal
 from ...broker.inspection import RunState
 from ...broker.keys import GROUP_NAME
 from ...broker.settings import BrokerSettings
-from .console import counted, seconds, size
+from ...broker.wording import counted
+from .console import seconds, size
 
 Level = Literal["ok", "unknown", "warning", "wrong"]
 

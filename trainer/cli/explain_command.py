@@ -11,7 +11,8 @@ from rich.table import Table
 
 from ...broker.group_life import GroupEvent, GroupLife, read_group_life
 from ...broker.settings import BrokerSettings
-from .console import add_row, clock, counted, new_table, out, print_json, seconds, show_table
+from ...broker.wording import counted
+from .console import add_row, clock, new_table, out, print_json, seconds, show_table
 from .targets import AsJson, BrokerUrl, RunName, on_run
 
 _COLUMNS = ("time (UTC)", "after", "what", "attempt", "instance", "detail")

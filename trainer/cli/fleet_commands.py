@@ -16,8 +16,9 @@ from ...broker.errors import FleetError
 from ...broker.fleet_transitions import request_drain, request_scale, require_free
 from ...broker.keys import Keys
 from ...broker.settings import redacted
+from ...broker.wording import counted
 from .config import ConfigPath, ConfiguredRun, Overrides, configured_url, load_config, with_target
-from .console import counted, out, print_json, say
+from .console import out, print_json, say
 from .environment_check import check_before_start
 from .interrupts import Interrupts
 from .own_broker import batches_end_with_it

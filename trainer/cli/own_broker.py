@@ -12,7 +12,8 @@ from ...broker.client_transitions import cancel_batch
 from ...broker.errors import RolloutBusError, UnknownBatchError
 from ...broker.inspection import inspect_run
 from ...broker.keys import Keys
-from .console import counted, say
+from ...broker.wording import counted
+from .console import say
 from .targets import on_broker
 
 REASON = "`rolloutbus up` ended, and its own broker with it"

@@ -9,9 +9,10 @@ from typing import Any
 
 from rich.console import Console
 
+from ...broker.wording import counted
 from ...collector import CompletedGroup, GroupFailure
 from ...collector.timing import COUNTERS, DEFAULT_PREFIX
-from .console import add_row, counted, new_table, out, seconds, show_table
+from .console import add_row, new_table, out, seconds, show_table
 from .result_lines import reward_of
 
 _TIMES = ("queue_wait", "environment", "publish", "postprocess_results")

@@ -13,10 +13,12 @@ from rich.table import Table
 from ...broker.channel import Link
 from ...broker.client_transitions import cancel_batch
 from ...broker.errors import BrokerTimeoutError, BrokerUnavailableError, ConfigError, UnknownBatchError
+from ...broker.group_record import WAITING
 from ...broker.inspection import RunState, ShardState, find_runs, inspect_run
 from ...broker.keys import Keys
 from ...broker.steps import ask
-from .console import add_row, clock, counted, new_table, out, print_json, say, seconds, show_table
+from ...broker.wording import counted
+from .console import add_row, clock, new_table, out, print_json, say, seconds, show_table
 from .targets import AsJson, BrokerUrl, RunName, on_broker, on_run, the_run
 
 _SHARD_COLUMNS = ("shard", "queued", "running", "delayed", "parked", "oldest", "alive", "slots", "dead")
@@ -121,7 +123,7 @@ def _slots(shard: ShardState) -> str:
 def _batch_table(state: RunState) -> Table:
     table = new_table("", _BATCH_COLUMNS, _BATCH_COLUMNS[3:], whole=("batch", "state", "age", "seen"))
     for batch in state.batches:
-        waiting = sum(batch.statuses.get(status, 0) for status in ("queued", "delayed", "parked"))
+        waiting = sum(batch.statuses.get(status, 0) for status in WAITING)
         add_row(
             table, batch.batch, batch.client, batch.state, batch.groups, batch.completed, batch.failed,
             batch.statuses.get("running", 0), waiting, seconds(batch.age_s), seconds(batch.client_seen_s),

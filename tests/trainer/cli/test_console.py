@@ -6,7 +6,8 @@ import json
 import logging
 
 import pytest
-from rolloutbus.trainer.cli.console import ShownFormatter, counted, shown
+from rolloutbus.broker.wording import counted
+from rolloutbus.trainer.cli.console import ShownFormatter, shown
 
 from .conftest import RUN, Stage, call
 
