@@ -31,8 +31,8 @@ log = logging.getLogger("rolloutbus.broker")
 Buffer = bytes | memoryview
 # Below this size one copy is cheaper than another buffer in the write.
 JOIN_BELOW = 16_384
-# It keeps nothing between calls, and making one for each command would be felt.
 _AWAY_S = 1.0
+# It keeps nothing between calls, and making one for each command would be felt.
 _BACKOFF = ExponentialWithJitterBackoff(cap=1.0, base=0.02)
 
 

@@ -22,7 +22,7 @@ class Slots:
         return self.total - self.free
 
     def occupy_now(self) -> bool:
-        """Take a place if one is free and nobody waits for it."""
+        """Take a place if one is free."""
         if self.free <= 0:
             return False
         self.free -= 1

@@ -25,8 +25,8 @@ Item = TypeVar("Item")
 
 
 class Batch(Generic[Item]):
-    """Items in completion order. Asking for the next one acknowledges those before: where several tasks iterate together,
-    those that any of them was given.
+    """Items in completion order. Asking for the next one acknowledges those before; where several tasks iterate
+    together, those that any of them was given.
 
     Leaving the context, cancelling, an exception, or losing the last reference cancels what is still out. Raises
     `GroupFailedError` for a failed group unless `on_failure="yield"`, `BooksError` when the books do not balance, and

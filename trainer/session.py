@@ -53,7 +53,6 @@ class Session:
     publication: Publication
     collection: BatchCollection
     outbox: Outbox[Parcel]
-    rows_mode: bool
     run_id: str = ""
     resumed: bool = False
     books: Books | None = None
@@ -105,7 +104,7 @@ def new_session(
     collection = BatchCollection(batch, rows, num_generations, [group.shard for group in groups], sink)
     # The sink needs the collection to know when the last group came, and the collection needs its sink first.
     sink.is_over = lambda: collection.all_ended
-    return Session(publication, collection, outbox, rows_mode)
+    return Session(publication, collection, outbox)
 
 
 def _sink(outbox: Outbox[Parcel], rows_mode: bool) -> Sink:

@@ -201,7 +201,7 @@ async def _items(method: Callable[..., Any], arguments: list[Any]) -> AsyncGener
 
 
 async def _in_thread(items: Iterator[Any]) -> AsyncGenerator[Any]:
-    """A plain iterator, each step of which may block. A generator is closed once its running step is over."""
+    """A plain iterator, each step of which may block. One whose step still runs is left to end by itself."""
     end = object()
     try:
         while (item := await asyncio.shield(asyncio.to_thread(next, items, end))) is not end:

@@ -95,7 +95,7 @@ async def the_run(link: Link, run: str | None) -> Keys:
     runs = await find_runs(link)
     if run is None and len(runs) == 1:
         return Keys(runs[0])
-    if run is not None and (run in runs or Keys(run).run in runs):
+    if run is not None and Keys(run).run in runs:
         return Keys(run)
     there = f"; there are: {', '.join(runs)}" if runs else "; there is none"
     if run is None:
