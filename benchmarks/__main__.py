@@ -53,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("what", nargs="?", choices=[*PARTS, "check", "report"], help="default: the first three")
     peers = tuple(compare.PEERS)
-    made.add_argument("--peers", type=names_of(peers), default=",".join(peers), help=f"of {','.join(peers)}")
+    made.add_argument(
+        "--peers", type=names_of(peers), default=",".join(compare.BY_DEFAULT), help=f"of {','.join(peers)}"
+    )
     made.add_argument("--kinds", type=names_of(COMPARED), default=",".join(COMPARED), help="payloads, by name")
     made.add_argument("--repeats", type=at_least_one, default=5, help="of each payload (default: 5)")
     made.add_argument("--scale", type=float, default=1.0, help="fraction of the full number of rows")

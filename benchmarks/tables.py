@@ -56,7 +56,8 @@ def _rates(compared: Mapping[str, Compared], names: list[str]) -> Table:
         ["rows of", *names, "goal"],
         lines,
         f"Median (least–most) of {' or '.join(map(str, repeats))} repeats in turns; Ray in rows per second. "
-        "bare: Redis Streams without any guarantee; aof: append-only file, flushed each second.",
+        "bare and thin: Redis Streams without any guarantee, with redis-py and with our own codec and writer; "
+        "aof: append-only file, flushed each second.",
     )
 
 

@@ -50,6 +50,13 @@ def test_the_product_answers_orders_by_group_by_row_and_at_a_pace_and_leaves_not
     assert psutil.wait_procs(list(processes), timeout=10)[1] == []
 
 
+def test_the_thin_peer_answers_and_leaves_nothing_behind(others: set[psutil.Process]) -> None:
+    with Contestant("thin", "thin_redis") as thin:
+        processes = set(psutil.Process().children(recursive=True)) - others
+        assert set(thin.run(Order("64 KB numpy", 64)).cpu_s) == ROLES
+    assert psutil.wait_procs(list(processes), timeout=10)[1] == []
+
+
 def test_a_contestant_that_ends_is_named_with_what_it_was_doing(product: Contestant) -> None:
     order = Order("no such kind", 64)
     with pytest.raises(BenchmarkError, match=r"contestant unix ended with code 1 in the middle of .*no such kind"):
@@ -82,7 +89,7 @@ def test_a_failure_is_told_in_a_line_and_in_the_exit_code(
 def test_a_peer_that_nobody_knows_is_refused_with_those_that_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         program.parser().parse_args(["compare", "--peers", "ray,kafka"])
-    assert "'kafka' is none of ray, bare, unix, tcp, aof" in capsys.readouterr().err
+    assert "'kafka' is none of ray, bare, thin, unix, tcp, aof" in capsys.readouterr().err
 
 
 def test_a_missing_matplotlib_is_told_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
