@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ....broker.errors import ClosedError, ConfigError, EncodeError, EnvironmentContractError
+from ....broker.errors import ClosedError, ConfigError, EnvironmentContractError
 from ....broker.routes import route_of
 from ..base import Row, RowOutcome
 from ..identity import restore, stamped
@@ -25,7 +25,7 @@ from .errors import GymStackError, GymStartError, unpack_error
 from .settings import GymSettings, Verifier, check_group, split_config
 from .stack import GymStack
 from .versions import RAY_ADDRESS_KEY
-from .wire import Message, Wire
+from .wire import Message, Wire, encode
 
 log = logging.getLogger("rolloutbus.nemo_gym")
 
@@ -146,21 +146,23 @@ class NemoGymEnvironment:
     async def _begin_call(self, wire: Wire, call: int, rows: Sequence[Row]) -> None:
         if self._reading is None or self._reading.done():
             raise GymStackError(_GONE)
+        where = f"the group that begins at row {rows[0].get('_rowidx')} cannot be given to NeMo Gym"
+        message = encode({"op": "run", "call": call, "rows": stamped(rows, call)}, where=where)
         try:
-            await wire.send({"op": "run", "call": call, "rows": stamped(rows, call)})
+            await wire.write(message)
         except ConnectionError:
             raise GymStackError(_GONE) from None
-        except TypeError as error:
-            first = rows[0].get("_rowidx")
-            raise EncodeError(f"the group that begins at row {first} cannot be given to NeMo Gym: {error}") from None
 
     async def _read(self, wire: Wire) -> None:
-        while (message := await wire.receive()) is not None:
-            outcomes = self._calls.get(message["call"])
-            if outcomes is not None:
-                outcomes.put_nowait(message)
-        for outcomes in self._calls.values():
-            outcomes.put_nowait({"op": "gone"})
+        try:
+            while (message := await wire.receive()) is not None:
+                outcomes = self._calls.get(message["call"])
+                if outcomes is not None:
+                    outcomes.put_nowait(message)
+        finally:
+            # However it ends, an unreadable message included: nobody would be told any more.
+            for outcomes in self._calls.values():
+                outcomes.put_nowait({"op": "gone"})
 
     async def _cancel(self, call: int, outcomes: asyncio.Queue[Message]) -> None:
         """Have what is left of a call cancelled, and wait for the host to say that it is over."""

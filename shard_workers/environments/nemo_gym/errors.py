@@ -11,6 +11,7 @@ import traceback
 from typing import Any
 
 from ....broker.errors import ConfigError, RolloutBusError
+from ..exits import text_of
 
 _TEXT_LIMIT = 16_000
 
@@ -55,11 +56,16 @@ def pack_error(error: BaseException) -> dict[str, Any]:
     status: Any = getattr(error, "status", None)
     return {
         "kind": _kind(error, status),
-        "message": f"{type(error).__name__}: {error}"[:_TEXT_LIMIT],
+        "message": f"{type(error).__name__}: {sendable_text(error)}"[:_TEXT_LIMIT],
         "status": status if isinstance(status, int) else None,
-        "text": (text.decode(errors="replace") if isinstance(text, bytes) else str(text or ""))[:_TEXT_LIMIT],
-        "trace": "".join(traceback.format_exception(error))[-_TEXT_LIMIT:],
+        "text": (text.decode(errors="replace") if isinstance(text, bytes) else sendable_text(text or ""))[:_TEXT_LIMIT],
+        "trace": sendable_text("".join(traceback.format_exception(error))[-_TEXT_LIMIT:]),
     }
+
+
+def sendable_text(value: object) -> str:
+    """`str(value)`, whatever that does; lone surrogates, which a model may well write, become question marks."""
+    return text_of(value).encode(errors="replace").decode()
 
 
 def unpack_error(packed: dict[str, Any]) -> Exception:

@@ -16,15 +16,14 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
-from .errors import GymStackError, pack_error
+from .errors import GymRolloutError, GymStackError, pack_error, sendable_text
 from .settings import GymSettings, check_start
 from .supervisor import adopt_orphans, die_with_parent, end_descendants
 from .versions import Gym
-from .wire import Message, Wire, encode, receive_blocking
+from .wire import Wire, encode, receive_blocking
 
 log = logging.getLogger("rolloutbus.nemo_gym")
 
@@ -59,31 +58,30 @@ class Host:
         await asyncio.gather(watch, *self._calls.values(), return_exceptions=True)
 
     async def _run(self, call: int, rows: list[dict[str, Any]]) -> None:
-        tasks = [asyncio.create_task(self._row(call, at, row)) for at, row in enumerate(rows)]
         try:
-            await asyncio.gather(*tasks)
-        except asyncio.CancelledError:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # However it is left, no row goes on without it.
+            async with asyncio.TaskGroup() as tasks:
+                for at, row in enumerate(rows):
+                    tasks.create_task(self._row(call, at, row))
         finally:
             del self._calls[call]
             await self._wire.send({"op": "ended", "call": call})
 
     async def _row(self, call: int, at: int, row: dict[str, Any]) -> None:
-        outcome: Message = {"op": "row", "call": call, "at": at}
+        head = {"op": "row", "call": call, "at": at}
         try:
-            outcome["result"] = await self._bounded(row)
+            # Here, because what cannot travel is a failure of this row alone.
+            outcome = encode({**head, "result": await self._bounded(row)}, where=f"row {row.get('_rowidx')}")
         except Exception as error:
-            outcome["error"] = pack_error(error)
-        await self._wire.send(outcome)
+            outcome = encode({**head, "error": pack_error(error)})
+        await self._wire.write(outcome)
 
     async def _bounded(self, row: dict[str, Any]) -> dict[str, Any]:
         limit = self._settings.row_timeout_s
         deadline = asyncio.timeout(limit)
         try:
             async with deadline:
-                return await self._unless_broken(self._gym.rollout(self._gym.addressed(row)))
+                return await self._unless_broken(row)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -92,11 +90,13 @@ class Host:
                 "servers, or raise rolloutbus_row_timeout_s"
             ) from None
 
-    async def _unless_broken(self, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    async def _unless_broken(self, row: dict[str, Any]) -> dict[str, Any]:
         """Gym's client tries a dead server again for ever; here its death ends the row."""
-        rollout = asyncio.ensure_future(work)
+        rollout = asyncio.create_task(self._gym.rollout(self._gym.addressed(row)))
         try:
             await asyncio.wait({rollout, self._broken}, return_when=asyncio.FIRST_COMPLETED)
+            if rollout.cancelled():
+                raise GymRolloutError(f"NeMo Gym cancelled the rollout of row {row.get('_rowidx')} itself")
             if rollout.done():
                 return rollout.result()
             raise GymStackError(self._broken.result())
@@ -121,7 +121,7 @@ def answer_health(gym: Gym, connection: socket.socket) -> None:
         try:
             gym.poll()
         except Exception as error:
-            trouble = str(error)
+            trouble = sendable_text(error)
         connection.sendall(encode({"trouble": trouble}))
 
 

@@ -12,26 +12,39 @@ from typing import Any, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 
+from ....broker.codec_refusals import Refused, encode_error
+
 # Untyped as it comes.
 _msgpack = cast(Any, msgpack)
 _LENGTH = struct.Struct(">I")
 Message = dict[str, Any]
 
 
-def encode(message: Message) -> bytes:
-    """A message as bytes; raises `TypeError` or `ValueError` for what has no JSON form."""
-    body = cast(bytes, _msgpack.packb(message, default=_plain, use_bin_type=True))
-    return _LENGTH.pack(len(body)) + body
+def encode(message: Message, *, where: str = "the message") -> bytes:
+    """A message as bytes; raises `EncodeError` for what cannot travel, with `where`, the path inside it, and what
+    stands there.
+    """
+    try:
+        body = _pack(message)
+        return _LENGTH.pack(len(body)) + body
+    except Exception as error:
+        raise encode_error(message, where, error, try_pack=_pack, opaque=()) from None
 
 
 def decode(body: bytes) -> Message:
     return cast(Message, _msgpack.unpackb(body, raw=False, strict_map_key=False))
 
 
+def _pack(value: Any) -> bytes:
+    return cast(bytes, _msgpack.packb(value, default=_plain, use_bin_type=True))
+
+
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} has no JSON form; give NeMo Gym plain values, lists, arrays or tensors")
+    if isinstance(value, int):
+        raise Refused(f"is an int of {value.bit_length()} bits, and 64 can travel; convert it to a str or a float")
+    raise Refused(f"is of type {type(value).__name__}, which has no JSON form; use plain values, lists or arrays")
 
 
 def receive_blocking(connection: socket.socket) -> Message:
@@ -61,8 +74,12 @@ class Wire:
         return cls(*await asyncio.open_unix_connection(sock=connection))
 
     async def send(self, message: Message) -> None:
-        """Raises `ConnectionError` when the other side is gone."""
-        self._writer.write(encode(message))
+        """Raises `ConnectionError` when the other side is gone, and `EncodeError`."""
+        await self.write(encode(message))
+
+    async def write(self, encoded: bytes) -> None:
+        """Send what `encode` made; raises `ConnectionError` when the other side is gone."""
+        self._writer.write(encoded)
         await self._writer.drain()
 
     async def receive(self) -> Message | None:

@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import numpy
 import psutil
 import pytest
-from rolloutbus.broker.errors import ConfigError
+from rolloutbus.broker.errors import ConfigError, EncodeError
 from rolloutbus.shard_workers.environments.nemo_gym import NemoGymEnvironment, supervisor
 from rolloutbus.shard_workers.environments.nemo_gym.errors import (
     GroupSizeError,
@@ -128,8 +128,8 @@ async def test_arrays_travel_as_lists_and_a_closed_end_is_the_end(ends: tuple[so
 
 
 def test_a_value_without_a_json_form_is_named() -> None:
-    with pytest.raises(TypeError, match="a object has no JSON form"):
-        encode({"row": object()})
+    with pytest.raises(EncodeError, match=r"the message: row\.odd\[1\] is of type object, which has no JSON form"):
+        encode({"row": {"odd": [1, object()]}})
 
 
 async def test_without_nemo_gym_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
