@@ -47,6 +47,8 @@ class Host:
             call: int = message["call"]
             if message["op"] == "run":
                 self._calls[call] = asyncio.create_task(self._run(call, message["rows"]))
+                # Its cancellation may be read already, and a task cancelled before its first step says nothing.
+                await asyncio.sleep(0)
             elif call in self._calls:
                 self._calls[call].cancel()
             else:

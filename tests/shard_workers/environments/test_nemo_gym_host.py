@@ -58,6 +58,19 @@ def gym() -> FakeGym:
 
 
 @pytest.fixture
+async def host(gym: FakeGym) -> AsyncIterator[Wire]:
+    """The worker's side of the connection to a host that serves."""
+    ours, theirs = socket.socketpair()
+    wire = await Wire.over(theirs)
+    serving = asyncio.create_task(Host(gym, wire, GymSettings()).serve())  # pyright: ignore[reportArgumentType]
+    worker = await Wire.over(ours)
+    yield worker
+    worker.close()
+    await serving
+    wire.close()
+
+
+@pytest.fixture
 async def environment(gym: FakeGym, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[NemoGymEnvironment]:
     """Started, with a host in this loop in place of the process tree."""
     ours, theirs = socket.socketpair()
@@ -194,3 +207,12 @@ async def test_closing_a_call_leaves_none_of_its_rollouts(environment: NemoGymEn
     assert gym.running == 2
     await stream.aclose()
     assert gym.running == 0
+
+
+@within(20)
+async def test_a_call_that_is_cancelled_before_it_has_begun_says_that_it_is_over(host: Wire) -> None:
+    """Both messages may be read in one go, and a task that is cancelled before its first step never runs: the worker
+    waited ten seconds, and called the host one that hangs.
+    """
+    await asyncio.gather(host.send({"op": "run", "call": 1, "rows": group()}), host.send({"op": "cancel", "call": 1}))
+    assert await host.receive() == {"op": "ended", "call": 1}
