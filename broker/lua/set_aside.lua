@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- A stranger's entry on a groups stream: kept as a dead letter, so that it is neither lost nor met again.
--- KEYS: groups, dead, events | ARGV: entry, reason
+-- A stranger's entry on a groups or results stream: kept as a dead letter, so that it is neither lost nor met again.
+-- KEYS: stream, dead, events | ARGV: entry, reason
 local found = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])
 if found[1] then
   local letter = { 'reason', 'foreign', 'detail', ARGV[2] }

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from redis.exceptions import NoPermissionError
-from rolloutbus.broker import client_transitions, scripts, worker_transitions
+from rolloutbus.broker.client_transitions import ClientTransitions
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.fleet_transitions import DONE, FleetTransitions, Published, Request, ask_fleet
 from rolloutbus.broker.keys import Keys
@@ -143,27 +140,6 @@ def test_each_role_is_refused_what_is_not_its_work(
         client.execute_command(*words)
 
 
-def run_by(script: str) -> str:
-    """The script's own text, and that of the prelude's functions which it calls."""
-    folder = Path(scripts.__file__).parent / "lua"
-    shared = re.split(r"^(?=local function )", (folder / "prelude.lua").read_text(), flags=re.MULTILINE)[1:]
-    text = (folder / f"{script}.lua").read_text()
-    # Last ones first: a function calls only those above it.
-    for function in reversed(shared):
-        if f"{function.split()[2].partition('(')[0]}(" in text:
-            text += function
-    return text
-
-
-@pytest.mark.parametrize(("role", "module"), [("worker", worker_transitions), ("trainer", client_transitions)])
-def test_a_role_may_send_every_command_of_its_scripts(role: str, module: ModuleType) -> None:
-    """What a script does only in a rare case is refused only then."""
-    granted = " ".join([ROLES[role].commands, *(grant.commands for grant in ROLES[role].grants)]).split()
-    for name in set(re.findall(r'SCRIPTS\["(\w+)"\]', Path(str(module.__file__)).read_text())):
-        called = re.findall(r"redis\.p?call\('(\w+)'(?:, '([A-Z]+)')?", run_by(name))
-        assert {"|".join(filter(None, words)).lower() for words in called} <= set(granted), name
-
-
 @pytest.mark.parametrize("role", list(ROLES))
 @pytest.mark.parametrize(
     "command", [("FLUSHALL",), ("KEYS", "*"), ("ACL", "LIST"), ("SHUTDOWN",), ("SET", "foreign", "1")]
@@ -222,6 +198,28 @@ def test_a_fleet_does_its_whole_work_and_an_operator_asks_it(guarded_broker: Emb
 
     asyncio.run(work())
     assert refusals(guarded_broker) == []
+
+
+def test_a_collector_sets_a_foreign_result_aside_and_a_fleet_that_lost_its_run_leaves_the_others_shards(
+    guarded_broker: EmbeddedBroker,
+) -> None:
+    """Both are rare, and were refused."""
+    keys = Keys(RUN)
+    results = keys.results("trainer", SHARD)
+    settings = {role: BrokerSettings(url=url_of(guarded_broker, role)) for role in ("collector", "fleet")}
+
+    async def work(entry: str) -> tuple[int, list[str]]:
+        async with connected(settings["collector"]) as link:
+            collector = ClientTransitions(link, keys, settings["collector"], "trainer", "mine")
+            await collector.set_aside(SHARD, entry, "no result of ours")
+        async with connected(settings["fleet"]) as link:
+            new, old = (FleetTransitions(link, keys, settings["fleet"], who) for who in ("new", "old"))
+            await new.publish(Published({ROUTE: SHARD}, {SHARD: ShardRecord()}))
+            return await old.remove([SHARD], []), refusals(guarded_broker)
+
+    with redis_at(guarded_broker.url) as admin:
+        assert asyncio.run(work(admin.xadd(results, {"who": "knows"}))) == (0, [])
+        assert (admin.xlen(results), admin.xlen(keys.dead)) == (0, 1)
 
 
 def test_users_of_no_named_run_are_said_to_be_of_the_default_one() -> None:
