@@ -94,6 +94,13 @@ class Engine:
         return self._thread is not None and self._thread.is_alive() and self._failed is None
 
     @property
+    def ended(self) -> bool:
+        """Whether it was started and can do nothing any more."""
+        # A thread that is just being started is not alive yet.
+        with self._guard:
+            return self._thread is not None and not self.running
+
+    @property
     def inherited(self) -> bool:
         """Whether it was started in a process that this one was forked from. It has no thread here, and its locks may
         be held for ever.

@@ -205,6 +205,15 @@ class _Client(RolloutClient):
     def open_rows(self, rows: Sequence[Row], num_generations: int) -> CallBatch:
         return CallBatch(self._engine, self._begin(rows, num_generations, rows_mode=True), "yield", self._prefix)
 
+    @property
+    def ended(self) -> bool:
+        """Whether it was connected, or tried to, and is of no use any more."""
+        return self._engine.ended
+
+    def ask_to_stop(self) -> None:
+        """Begin to end it, connecting included, without waiting."""
+        self._engine.ask_to_stop()
+
     async def check(self) -> None:
         await asyncio.wrap_future(self._engine.call(self._check()))
 
@@ -220,7 +229,10 @@ class _Client(RolloutClient):
 
 
 class _Connection:
-    """One client, made at the first use in a process. Pickled, it is the address alone."""
+    """One client, made at the first use in a process, and again once it has ended. Pickled, it is the address alone.
+
+    The lock is never held while anything is waited for: calls take it in their caller's event loop.
+    """
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
@@ -244,13 +256,13 @@ class _Connection:
         """The connected client; blocks while it connects."""
         self._settle_in()
         with self._guard:
-            if self._closed:
-                raise ClosedError("this environment was shut down; make a new one")
-            if self._client is None:
+            self._require_open()
+            if self._client is None or self._client.ended:
                 options = dict(self._options)
                 name = options.pop("client") or f"nemo-rl-{secrets.token_hex(6)}"
-                self._client = _Client(**options, client=name).connect_now()
-            return self._client
+                self._client = _Client(**options, client=name)
+            client = self._client
+        return client.connect_now()
 
     async def connected(self) -> _Client:
         return await asyncio.wrap_future(self.submit(self.client))
@@ -259,11 +271,14 @@ class _Connection:
         """Run blocking work in one of the threads."""
         self._settle_in()
         with self._guard:
-            if self._closed:
-                raise ClosedError("this environment was shut down; make a new one")
+            self._require_open()
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(_OPENERS, thread_name_prefix="rolloutbus-open")
             return self._threads.submit(work, *arguments)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this environment was shut down; make a new one")
 
     def _settle_in(self) -> None:
         """A forked process has none of the threads, and the lock may be held for ever: it begins anew, as a pickled
@@ -280,6 +295,9 @@ class _Connection:
             client, threads = self._client, self._threads
             self._client = self._threads = None
             self._closed = True
+        if client is not None:
+            # One that waits for a fleet would hold its threads.
+            client.ask_to_stop()
         if threads is not None:
             threads.shutdown(cancel_futures=True)
         if client is not None:

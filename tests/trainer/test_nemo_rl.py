@@ -44,13 +44,13 @@ def environment(stack: Stack) -> Iterator[NemoRLEnvironment]:
     made.shutdown()
 
 
-def adapter(stack: Stack, num_generations: int = SIZE, **options: Any) -> NemoRLEnvironment:
+def adapter(stack: Stack, num_generations: int = SIZE, fleet_wait_s: float = 5, **options: Any) -> NemoRLEnvironment:
     return NemoRLEnvironment(
         stack.broker.url,
         run=stack.run,
         num_generations=num_generations,
         settings=stack.options,
-        fleet_wait_s=5,
+        fleet_wait_s=fleet_wait_s,
         **options,
     )
 
