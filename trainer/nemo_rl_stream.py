@@ -27,7 +27,13 @@ class RolloutInfraError(GroupFailedError, ConnectionError):
 
 
 class CallBatch(Batch[Any]):
-    """A batch that can be left without waiting."""
+    """A batch that can be left without waiting, and waited for beside others."""
+
+    async def ready(self) -> None:
+        """Return when the next item, or the end, is there to be asked for. Acknowledges the items before."""
+        self._acknowledge()
+        if not self._over:
+            await self._session.outbox.ready()
 
     def abandon(self) -> None:
         """Cancel from wherever this is, a finalizer too; safe after the end."""
@@ -57,11 +63,11 @@ class Feed:
     async def next(self) -> Item:
         """The next row; the last one carries the metrics of the whole call. Raises `StopAsyncIteration` after it."""
         while self._parts:
-            part = self._parts[0]
+            part = await self._next_part()
             try:
                 item = await anext(part.batch)
             except StopAsyncIteration:
-                self._end_part()
+                self._end_part(part)
                 continue
             except UnreadableResultError as error:
                 raise error.of_row(part.indices[error.row_index]) from None
@@ -71,7 +77,7 @@ class Feed:
             self._left -= 1
             if self._left:
                 return part.indices[at], with_writable_arrays(result), None
-            await self._run_out(part.batch)
+            await self._run_out()
             return part.indices[at], with_writable_arrays(result), self._metrics
         raise StopAsyncIteration
 
@@ -85,15 +91,32 @@ class Feed:
         for part in self._parts:
             part.batch.abandon()
 
-    async def _run_out(self, batch: CallBatch) -> None:
-        """Let the batch close: its books and metrics are complete only then."""
-        async for surplus in batch:
-            raise AssertionError(f"a batch gave more than its rows: {surplus!r}")
-        self._end_part()
+    async def _next_part(self) -> Part:
+        """The one that has something, and of two that have it the one that has not had its turn."""
+        # `cancel` may put another list in its place meanwhile.
+        parts = self._parts
+        if len(parts) > 1:
+            waits = [asyncio.create_task(part.batch.ready()) for part in parts]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                turn = next(at for at, wait in enumerate(waits) if wait.done())
+            finally:
+                for wait in waits:
+                    wait.cancel()
+                await asyncio.gather(*waits, return_exceptions=True)
+            parts.append(parts.pop(turn))
+        return parts[-1]
 
-    def _end_part(self) -> None:
-        metrics = self._parts.pop(0).batch.metrics
-        for name, value in metrics.items():
+    async def _run_out(self) -> None:
+        """Let the batches close: their books and metrics are complete only then."""
+        for part in [*self._parts]:
+            async for surplus in part.batch:
+                raise AssertionError(f"a batch gave more than its rows: {surplus!r}")
+            self._end_part(part)
+
+    def _end_part(self, part: Part) -> None:
+        self._parts.remove(part)
+        for name, value in part.batch.metrics.items():
             own = f"{self._prefix}{name.removeprefix(DEFAULT_PREFIX)}"
             self._metrics[own] = max(value, self._metrics.get(own, value))
 

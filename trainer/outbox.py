@@ -64,17 +64,23 @@ class Outbox(Generic[Item]):
     async def get(self) -> Item:
         """The next item, or the end; a cancelled wait takes nothing."""
         while (found := self._take()) is None:
-            with self._lock:
-                if self._has_any():
-                    continue
-                waiter: Future[None] = Future()
-                self._waiters.append(waiter)
-            try:
-                await asyncio.wrap_future(waiter)
-            except asyncio.CancelledError:
-                self._pass_on(waiter)
-                raise
+            await self.ready()
         return found[0]
+
+    async def ready(self) -> None:
+        """Return when `get` has something to give, unless somebody else is quicker. Whoever was told so asks for it:
+        nobody else is woken.
+        """
+        with self._lock:
+            if self._has_any():
+                return
+            waiter: Future[None] = Future()
+            self._waiters.append(waiter)
+        try:
+            await asyncio.wrap_future(waiter)
+        except asyncio.CancelledError:
+            self._pass_on(waiter)
+            raise
 
     def _take(self) -> tuple[Item] | None:
         with self._lock:

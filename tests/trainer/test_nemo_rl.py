@@ -165,6 +165,36 @@ async def test_a_part_of_a_group_runs_where_rows_are_independent_beside_groups_t
 
 
 @within(20)
+@pytest.mark.parametrize("held", [0, 1])
+async def test_neither_whole_groups_nor_single_rows_wait_for_the_others(
+    stack: Stack, environment: NemoRLEnvironment, held: int
+) -> None:
+    """They are two batches, and the second was not looked at until the first was over."""
+    gate = asyncio.Event()
+
+    async def rollout(row: Row) -> Row:
+        if row["prompt"] == held:
+            await gate.wait()
+        return {"prompt": row["prompt"]}
+
+    stack.host({"s": {"rerun": "missing"}})
+    await stack.worker(EachRow(rollout), rerun="missing")
+    whole, single = {0, 1, 2, 3}, {4, 5}
+    free, waiting = (single, whole) if held == 0 else (whole, single)
+    stream = environment.run_rollouts.remote(batch_of(2)[:6], None, PREFIX)
+    first = [await (await anext(stream)) for _ in free]
+    assert {index for index, _, _ in first} == free
+    gate.set()
+    *before, (_, _, metrics) = [*first, *[await ready async for ready in stream]]
+    assert {index for index, _, _ in before} | waiting == whole | single
+    assert [timing for _, _, timing in before] == [None] * 5
+    # That of the single rows, which are more groups.
+    assert metrics is not None
+    assert metrics[f"{PREFIX}/routing/groups/s"] == 2
+    assert stack.redis.keys(f"{stack.keys.prefix}batch:*") == []
+
+
+@within(20)
 async def test_two_rows_with_one_number_are_refused(environment: NemoRLEnvironment, stack: Stack) -> None:
     rows = batch_of(1)
     rows[1]["_rowidx"] = 0
