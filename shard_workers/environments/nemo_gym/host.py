@@ -23,7 +23,7 @@ from .errors import GymRolloutError, GymStackError, pack_error, sendable_text
 from .settings import GymSettings, check_start
 from .supervisor import adopt_orphans, die_with_parent, end_descendants
 from .versions import Gym
-from .wire import Wire, encode, receive_blocking
+from .wire import Receiver, Wire, encode
 
 log = logging.getLogger("rolloutbus.nemo_gym")
 
@@ -117,14 +117,14 @@ class Host:
 
 
 def answer_health(gym: Gym, connection: socket.socket) -> None:
-    """Answer each question with what is wrong, or nothing; ends when the worker is gone."""
-    while connection.recv(1):
+    """Answer each question, a byte that numbers it, with what is wrong, or nothing; ends when the worker is gone."""
+    while question := connection.recv(1):
         trouble = ""
         try:
             gym.poll()
         except Exception as error:
             trouble = sendable_text(error)
-        connection.sendall(encode({"trouble": trouble}))
+        connection.sendall(encode({"question": question[0], "trouble": trouble}))
 
 
 async def _serve(gym: Gym, connection: socket.socket, settings: GymSettings) -> None:
@@ -138,7 +138,7 @@ async def _serve(gym: Gym, connection: socket.socket, settings: GymSettings) -> 
 
 def _start(connection: socket.socket, folder: Path) -> tuple[Gym, GymSettings] | None:
     """Start as the worker's first message says, and tell it how that went."""
-    order = receive_blocking(connection)
+    order = Receiver(connection).receive()
     settings = GymSettings.model_validate(order["settings"])
     try:
         gym = Gym(order["config"], one_venv=settings.one_venv, folder=folder)

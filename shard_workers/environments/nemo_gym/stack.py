@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from .errors import GymStackError
 from .settings import GymSettings
-from .wire import receive_blocking
+from .wire import Receiver
 
 log = logging.getLogger("rolloutbus.nemo_gym")
 
@@ -36,6 +36,8 @@ class GymStack:
         self._process = process
         self.rows = rows
         self._health = health
+        self._answers = Receiver(health)
+        self._question = 0
         self._settings = settings
         self._asking = threading.Lock()
 
@@ -73,14 +75,17 @@ class GymStack:
         return self._process.pid
 
     def check_health(self) -> None:
-        """Raise `GymStackError` with what is wrong. Blocks up to ten seconds; for any thread."""
+        """Raise `GymStackError` with what is wrong. Blocks up to ten seconds for an answer; for any thread."""
         code = self._process.poll()
         if code is not None:
             raise GymStackError(f"the process that hosts NeMo Gym ended with code {code}; its output says why")
         with self._asking:
+            # Answers to those before may still come, where their time was over.
+            self._question = (self._question + 1) % 256
             try:
-                self._health.sendall(b"?")
-                answer = receive_blocking(self._health)
+                self._health.sendall(bytes([self._question]))
+                while (answer := self._answers.receive())["question"] != self._question:
+                    pass
             except (OSError, EOFError) as error:
                 raise GymStackError(
                     f"the process that hosts NeMo Gym (supervisor pid {self.pid}) does not answer: {error!r}"

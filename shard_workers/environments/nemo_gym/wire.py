@@ -47,19 +47,29 @@ def _plain(value: Any) -> Any:
     raise Refused(f"is of type {type(value).__name__}, which has no JSON form; use plain values, lists or arrays")
 
 
-def receive_blocking(connection: socket.socket) -> Message:
-    """The next message, for plain code; raises `EOFError` when the other side is gone."""
-    return decode(_exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]))
+class Receiver:
+    """Messages for plain code, byte by byte no more than each has. One that a time-out cuts is continued by the next
+    call.
+    """
 
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._data = bytearray()
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        chunk = connection.recv(size - len(data))
-        if not chunk:
-            raise EOFError("the other side of the Gym connection is gone")
-        data += chunk
-    return bytes(data)
+    def receive(self) -> Message:
+        """The next message; raises `EOFError` when the other side is gone."""
+        self._fill(_LENGTH.size)
+        self._fill(_LENGTH.size + _LENGTH.unpack_from(self._data)[0])
+        body = bytes(self._data[_LENGTH.size :])
+        self._data.clear()
+        return decode(body)
+
+    def _fill(self, size: int) -> None:
+        while len(self._data) < size:
+            chunk = self._connection.recv(size - len(self._data))
+            if not chunk:
+                raise EOFError("the other side of the Gym connection is gone")
+            self._data += chunk
 
 
 class Wire:

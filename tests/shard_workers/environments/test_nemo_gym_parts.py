@@ -30,7 +30,7 @@ from rolloutbus.shard_workers.environments.nemo_gym.errors import (
     unpack_error,
 )
 from rolloutbus.shard_workers.environments.nemo_gym.settings import Verifier, check_group, check_start, split_config
-from rolloutbus.shard_workers.environments.nemo_gym.wire import Wire, encode, receive_blocking
+from rolloutbus.shard_workers.environments.nemo_gym.wire import Receiver, Wire, encode
 from rolloutbus.shard_workers.failures import describe
 
 VERIFIERS = {"agent": Verifier("genrm_compare", 4)}
@@ -118,7 +118,7 @@ async def test_arrays_travel_as_lists_and_a_closed_end_is_the_end(ends: tuple[so
     one, other = ends
     wire = await Wire.over(one)
     await wire.send({"ids": numpy.arange(3), "scalar": numpy.float32(0.5), "big": "x" * 100_000})
-    received = await asyncio.to_thread(receive_blocking, other)
+    received = await asyncio.to_thread(Receiver(other).receive)
     assert (received["ids"], received["scalar"], len(received["big"])) == ([0, 1, 2], 0.5, 100_000)
     other.sendall(encode({"answer": 1}))
     assert await wire.receive() == {"answer": 1}

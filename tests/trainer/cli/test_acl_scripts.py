@@ -68,6 +68,7 @@ EITHER = [
 PRODUCER = [
     *EITHER,
     client(lambda it: it.open(BatchSpec("b", 1, 2, 2, SHARDS))), client(lambda it: it.publish([OUTGOING])),
+    client(lambda it: it.restore("b", 4, {1: "handed"})),
     client(lambda it: it.seal("b")),
 ]  # fmt: skip
 COLLECTOR = [
