@@ -66,12 +66,17 @@ def _check_sequence(rows: object) -> None:
         raise RowTypeError(f"the rows are a {type(rows).__name__}; give a list of dicts")
 
 
+def check_num_generations(value: object) -> None:
+    """Refuse what cannot be a number of rows per group."""
+    if type(value) is not int:
+        raise RowTypeError(f"num_generations must be an integer, but is {value!r}")
+    if value <= 0:
+        raise RowError(f"num_generations must be at least 1, but is {value}")
+
+
 def check_rows(rows: Sequence[Any], num_generations: int) -> None:
     """Raise `RowError` or `RowTypeError` for a batch that cannot be published; nothing is changed."""
-    if type(num_generations) is not int:
-        raise RowTypeError(f"num_generations must be an integer, but is {num_generations!r}")
-    if num_generations <= 0:
-        raise RowError(f"num_generations must be at least 1, but is {num_generations}")
+    check_num_generations(num_generations)
     _check_sequence(rows)
     if not rows:
         raise RowError("the batch is empty; give at least one row")

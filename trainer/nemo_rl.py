@@ -21,7 +21,7 @@ from ..broker.routes import route_of
 from ..broker.settings import BrokerSettings
 from ..collector.timing import DEFAULT_PREFIX
 from ..producer import RouteMap
-from ..producer.rows import shard_of
+from ..producer.rows import check_num_generations, shard_of
 from .arguments import broker_settings, check_seconds
 from .client import DEFAULT_FLEET_WAIT_S, RolloutClient
 from .forks import forks
@@ -54,8 +54,7 @@ class NemoRLEnvironment:
         """`client` is the trainer's name on the broker; without one each process that uses the object takes a new
         one.
         """
-        if num_generations < 1:
-            raise ValueError(f"num_generations must be at least 1, but is {num_generations}")
+        check_num_generations(num_generations)
         check_name("run", run)
         if client is not None:
             check_name("client", client)
@@ -80,6 +79,7 @@ class NemoRLEnvironment:
 
     def with_num_generations(self, num_generations: int) -> NemoRLEnvironment:
         """The same environment for batches with another group size, over the same connection."""
+        check_num_generations(num_generations)
         other = object.__new__(NemoRLEnvironment)
         other._connection = self._connection
         other._num_generations = num_generations

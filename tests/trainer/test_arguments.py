@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy
 import pytest
-from rolloutbus.broker.errors import ConfigError, RolloutBusError, RowTypeError, UnknownBatchError, UsageError
+from rolloutbus.broker.errors import ConfigError, RolloutBusError, RowError, RowTypeError, UnknownBatchError, UsageError
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.trainer import NemoRLEnvironment, RolloutClient
 
@@ -125,3 +125,12 @@ async def test_a_client_and_its_batches_cannot_travel_and_say_so(stack: Stack, d
         for thing in (client, batch, RolloutClient.connect(NOWHERE, run="r")):
             with pytest.raises(RolloutBusError, match="RolloutClient and its batches cannot be pickled or copied"):
                 duplicate(thing)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, True, "2"])
+def test_a_number_of_generations_that_is_none_is_refused_where_it_is_given(number: Any) -> None:
+    """`with_num_generations(0)` became a division by zero inside of a step."""
+    with pytest.raises((RowError, RowTypeError), match="num_generations must be"):
+        NemoRLEnvironment(NOWHERE, run="r", num_generations=number)
+    with pytest.raises((RowError, RowTypeError), match="num_generations must be"):
+        NemoRLEnvironment(NOWHERE, run="r", num_generations=2).with_num_generations(number)
