@@ -1,7 +1,22 @@
 -- Takes a batch's unfinished groups off every stream and set. shards: list of {groups, delayed, parked}; ids: entry ids per shard known to the caller.
 -- Returns how many groups had not ended. A stream that somebody replaced by something else is left alone.
+
+-- The groups stream of each group, as far as the batch says it: on another stream the same id may be another batch's group.
+local function homes_of(batch_key, shards)
+  local by_name, homes, group = {}, {}, 0
+  for _, shard in ipairs(shards) do by_name[string.match(shard.groups, ':groups:(.+)$')] = shard.groups end
+  local h = redis.call('HMGET', batch_key, 'places', 'groups')
+  for name, count in string.gmatch(h[1] or '', '(%S+) (%d+)') do
+    for _ = 1, math.min(count, (tonumber(h[2]) or 0) - group) do
+      homes[group] = by_name[name]
+      group = group + 1
+    end
+  end
+  return homes
+end
+
 local function purge(batch_key, batch, shards, ids)
-  local unfinished = 0
+  local unfinished, homes = 0, homes_of(batch_key, shards)
   local function drop(stream, entry) if is_stream(stream) then drop_entry(stream, entry) end end
   local all = redis.call('HGETALL', batch_key)
   for i = 1, #all, 2 do
@@ -9,8 +24,10 @@ local function purge(batch_key, batch, shards, ids)
       local r = parse(all[i + 1])
       if not r or not has_ended(r) then
         unfinished = unfinished + 1
-        if r and r.entry ~= '-' then
-          for _, shard in ipairs(shards) do drop(shard.groups, r.entry) end
+        -- What nobody knows the place of is dropped by whoever takes it.
+        local home = homes[tonumber(string.sub(all[i], 3))]
+        for _, shard in ipairs(shards) do
+          if r and r.entry ~= '-' and (home == shard.groups or #shards == 1) then drop(shard.groups, r.entry) end
         end
       end
     end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -75,9 +76,11 @@ async def play(runner: Recording, run: str, client_name: str, shard: str, label:
     await client.own()
     batches = ["b0", "b1"]
     for batch in batches:
-        await client.open(BatchSpec(batch, 3, 3, 1, (shard,)))
+        layout = json.dumps([[shard, "route", 3]])
+        await client.open(BatchSpec(batch, 3, 3, 1, (shard,), layout))
         groups = [OutgoingGroup(batch, at, shard, "route", 1, at, Payload.of([b"x"])) for at in range(3)]
         published = await client.publish(groups)
+        await client.restore(batch, 1, {0: "handed"})
         await client.seal(batch)
     await client.make_results([shard])
     await worker.prepare()

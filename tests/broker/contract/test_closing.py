@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from rolloutbus.broker.client_transitions import Books, cancel_batch
+from rolloutbus.broker.channel import Payload
+from rolloutbus.broker.client_transitions import BatchSpec, Books, OutgoingGroup, cancel_batch
 from rolloutbus.broker.errors import BatchCancelledError, OwnershipLostError, UnknownBatchError, UsageError
 
-from tests.broker.contract.stage import FAILURE, SHARD, Stage, result_rows
+from tests.broker.contract.stage import FAILURE, SHARD, SIZE, Stage, result_rows
 
 # Owners
 
@@ -82,6 +83,25 @@ async def test_neither_a_foreign_nor_an_unknown_nor_a_cancelled_batch_is_adopted
     await cancel_batch(stage.runner, stage.keys, batch.id, "trainer", [SHARD], "why not")
     with pytest.raises(BatchCancelledError):
         await batch.client.adopt(batch.id)
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_the_end_of_a_batch_takes_nothing_of_another_whose_entry_has_the_same_id(stage: Stage, cancelled: bool):
+    """An id is unique on its own stream only. A group of another batch on another shard, published in the same
+    millisecond, went with it, and was told as deleted by somebody.
+    """
+    client, words = stage.client(), stage.keys.groups("words")
+    assert await client.own() == 0
+    spec = BatchSpec("both", 2, 2 * SIZE, SIZE, (SHARD, "words"), f'[["{SHARD}","adds",1],["words","adds",1]]')
+    assert await client.open(spec) == "ok"
+    await client.publish([OutgoingGroup("both", 0, SHARD, "adds", SIZE, 0, Payload.of([b"rows of a group"]))])
+    entry = (await stage.taken(stage.worker())).group.entry
+    await stage.raw("XADD", words, entry, "kind", "group", "batch", "another")
+    if cancelled:
+        await cancel_batch(stage.runner, stage.keys, "both", "trainer", [SHARD, "words"], "why not")
+    assert await client.close("both", {SHARD: [], "words": []}) is not None
+    assert await stage.queued() == []
+    assert [found for found, _ in await stage.raw("XRANGE", words, "-", "+")] == [entry.encode()]
 
 
 # Handed
