@@ -13,7 +13,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -44,8 +44,15 @@ class Published:
 
     @property
     def version(self) -> str:
-        """Equal for equal routes, so that a fleet started again on the same plan leaves open batches alone."""
-        return hashlib.sha256(json.dumps(sorted(self.routes.items())).encode()).hexdigest()[:12]
+        """`ROUTES.RECORDS`. The first part is equal for equal routes, so that a fleet started again on the same plan
+        leaves open batches alone; both are for what the broker has, that it never keeps an older record.
+        """
+        records = [(name, record.model_dump_json()) for name, record in self.shards.items()]
+        return f"{_digest(self.routes.items())}.{_digest(records)}"
+
+
+def _digest(pairs: Iterable[tuple[str, str]]) -> str:
+    return hashlib.sha256(json.dumps(sorted(pairs)).encode()).hexdigest()[:12]
 
 
 class Request(NamedTuple):

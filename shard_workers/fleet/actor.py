@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from ...broker.channel import Channel
-from ...broker.errors import EnvironmentContractError
+from ...broker.errors import BrokerTimeoutError, BrokerUnavailableError, EnvironmentContractError
 from ...broker.settings import BrokerSettings
 from ..environments.base import Environment
 from ..environments.registry import load_environment
@@ -38,6 +38,8 @@ DRAINED = "drained"
 REPLACED = "replaced"
 # A loop that answers within this is not blocked.
 _PING_S = 1.0
+# By name, as they leave the actor.
+_BROKER_AWAY = frozenset({BrokerUnavailableError.__name__, BrokerTimeoutError.__name__})
 
 
 class Trouble(NamedTuple):
@@ -53,6 +55,11 @@ class Trouble(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.type}: {self.message}"
+
+    @property
+    def broker_away(self) -> bool:
+        """Whether nothing is wrong but that the broker cannot be reached from there."""
+        return self.type in _BROKER_AWAY
 
 
 class WorkerIdentity(NamedTuple):

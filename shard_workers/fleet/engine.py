@@ -164,7 +164,10 @@ class FleetEngine:
         if all(other.state is State.LOST for other in self.of_shard(shard)):
             self._lost[shard] = reason
             log.error("shard %s has no instance left; batches that wait for it end with an error", shard)
-        await self._lease.publish(self._published())
+        try:
+            await self._lease.publish(self._published())
+        except RolloutBusError as error:
+            log.warning("cannot publish yet that %s is given up (%s); a renewal does it", instance.name, error)
 
     # Changes while it runs
 

@@ -44,12 +44,15 @@ TOLD_EVERY_S = 30.0
 
 
 class InstanceTroubleError(FleetError):
-    """An instance failed, died, or did not answer. `dead`: its process is gone."""
+    """An instance failed, died, or did not answer. `dead`: its process is gone. `broker_away`: only the broker is out
+    of its reach.
+    """
 
-    def __init__(self, message: str, *, trace: str = "", dead: bool = False) -> None:
+    def __init__(self, message: str, *, trace: str = "", dead: bool = False, broker_away: bool = False) -> None:
         super().__init__(message)
         self.trace = trace
         self.dead = dead
+        self.broker_away = broker_away
 
 
 class State(StrEnum):
@@ -94,6 +97,8 @@ class Instance:
     node: str = ""
     restarts: int = 0
     recent_deaths: deque[float] = field(default_factory=deque[float])
+    # Ends in a row for which only the broker was out of reach.
+    cut_off: int = 0
     watch: asyncio.Task[None] | None = None
 
     @property
@@ -228,7 +233,9 @@ def told(instance: Instance, method: str, answer: asyncio.Future[Any]) -> Any:
         raise InstanceTroubleError(f"{instance.name}: {method} failed: {_first_words(error)}", trace=str(error))
     result = answer.result()
     if isinstance(result, Trouble):
-        raise InstanceTroubleError(f"{instance.name}: {method} failed: {result}", trace=result.traceback)
+        raise InstanceTroubleError(
+            f"{instance.name}: {method} failed: {result}", trace=result.traceback, broker_away=result.broker_away
+        )
     return result
 
 

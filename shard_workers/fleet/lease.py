@@ -42,9 +42,14 @@ class FleetLease:
         self._keep()
 
     async def publish(self, published: Published, *, replace: bool = False) -> None:
-        """Publish, and keep published."""
-        await self._transitions.publish(published, replace=replace)
-        self._published = published
+        """Publish, and keep published: where the broker is away, the renewal that finds it again does it."""
+        before, self._published = self._published, published
+        try:
+            await self._transitions.publish(published, replace=replace)
+        except FleetError:
+            # A refusal: the broker has what it had.
+            self._published = before
+            raise
         self._keep()
 
     async def give_up(self, labels: Sequence[str]) -> None:
@@ -97,11 +102,11 @@ class FleetLease:
                 self._on_request(request)
 
     async def _publish_again(self, published: Published) -> None:
-        log.warning("the broker has lost the fleet's routes; publishing them again")
+        log.warning("the broker does not have what the fleet published last; publishing it again")
         try:
             await self._transitions.publish(published)
         except FleetError as error:
-            log.error("cannot publish the routes again: %s", error)
+            log.error("cannot publish it again: %s", error)
 
     def _lose(self, holder: str) -> None:
         self.held = False

@@ -1,5 +1,5 @@
 """Watching over instances: a dead process, a sick environment, a worker loop that ended; each is replaced in its place,
-within a budget.
+within a budget. A broker out of an instance's reach is waited for and is nobody's death, however long it lasts.
 
 Ray must not do it: it would bring back a process without its servers. What a dead instance held is freed before its
 successor starts.
@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...broker.errors import RolloutBusError
 from ..fleet_config import FleetConfig, FleetSettings
@@ -23,6 +23,15 @@ from .instances import Instance, InstanceTroubleError, Launcher, State, told
 log = logging.getLogger("rolloutbus.fleet")
 
 HOUR_S: Final = 3600.0
+# Enough to be at the longest wait, and a power that a float holds.
+_DOUBLINGS: Final = 30
+
+
+class Fault(NamedTuple):
+    """Why an instance has to be started again, in words."""
+
+    words: str
+    broker_away: bool = False
 
 
 class RestartPolicy:
@@ -36,10 +45,12 @@ class RestartPolicy:
         while deaths and now - deaths[0] >= HOUR_S:
             deaths.popleft()
         deaths.append(now)
+        return self.delay(len(deaths)) if len(deaths) <= self._settings.max_restarts else None
+
+    def delay(self, tries: int) -> float:
+        """How long to wait before the `tries`-th start in a row."""
         at = self._settings
-        if len(deaths) > at.max_restarts:
-            return None
-        return min(at.restart_backoff_s * 2 ** (len(deaths) - 1), at.restart_backoff_max_s)
+        return min(at.restart_backoff_s * 2 ** min(tries - 1, _DOUBLINGS), at.restart_backoff_max_s)
 
 
 @dataclass(frozen=True)
@@ -75,32 +86,43 @@ class Supervisor:
             await asyncio.wait({task})
 
     async def _watch(self, instance: Instance) -> None:
-        trouble = await self._trouble(instance)
-        while (delay := self._policy.next_delay(instance.recent_deaths, time.monotonic())) is not None:
+        fault = await self._fault(instance)
+        while (delay := self._next_delay(instance, fault)) is not None:
             instance.state = State.RESTARTING
-            log.error("%s; starting it again in %.1f s (restart %d)", trouble, delay, instance.restarts + 1)
+            log.error("%s; starting it again in %.1f s (restart %d)", fault.words, delay, instance.restarts + 1)
             await self._free(instance)
-            await self._callbacks.note("instance-died", instance, trouble)
+            # A night without the broker would fill the record with one instance's tries.
+            if instance.cut_off <= 1:
+                kind = "instance-cut-off" if instance.cut_off else "instance-died"
+                await self._callbacks.note(kind, instance, fault.words)
             await asyncio.sleep(delay)
             instance.restarts += 1
             try:
                 await self._launcher.start(instance)
                 await self._launcher.begin(instance)
             except InstanceTroubleError as error:
-                trouble = f"{error}\n{error.trace}".rstrip()
+                fault = Fault(f"{error}\n{error.trace}".rstrip(), error.broker_away)
                 continue
-            instance.state = State.RUNNING
+            instance.state, instance.cut_off = State.RUNNING, 0
             log.warning("%s runs again in process %d", instance.name, instance.identity.pid if instance.identity else 0)
             await self._callbacks.note("instance-restarted", instance, f"restart {instance.restarts}")
-            trouble = await self._trouble(instance)
+            fault = await self._fault(instance)
         await self._free(instance)
         instance.state = State.LOST
         limit = self._config.fleet.max_restarts
-        first_line = trouble.partition("\n")[0]
+        first_line = fault.words.partition("\n")[0]
         reason = f"{first_line}; {instance.restarts} restarts (max_restarts {limit} per hour) did not help"
         log.error("%s is given up: %s", instance.name, reason)
         await self._callbacks.note("instance-lost", instance, reason)
         await self._callbacks.give_up(instance, reason)
+
+    def _next_delay(self, instance: Instance, fault: Fault) -> float | None:
+        """How long to wait before the next start, None when the budget is spent."""
+        if fault.broker_away:
+            instance.cut_off += 1
+            return self._policy.delay(instance.cut_off)
+        instance.cut_off = 0
+        return self._policy.next_delay(instance.recent_deaths, time.monotonic())
 
     async def _free(self, instance: Instance) -> None:
         """The process is ended for certain, then its groups may go to others."""
@@ -116,27 +138,27 @@ class Supervisor:
         if held:
             log.warning("%s held %d groups; they may be taken over now", instance.name, held)
 
-    async def _trouble(self, instance: Instance) -> str:
+    async def _fault(self, instance: Instance) -> Fault:
         """Wait for something to be wrong, and say what."""
         assert instance.ended is not None
         checks = asyncio.create_task(self._sickness(instance), name=f"health {instance.label}")
         try:
             await asyncio.wait({instance.ended, checks}, return_when=asyncio.FIRST_COMPLETED)
-            return checks.result() if not instance.ended.done() else await self._end(instance, instance.ended)
+            return await self._end(instance, instance.ended) if instance.ended.done() else Fault(checks.result())
         finally:
             checks.cancel()
             await asyncio.wait({checks})
 
-    async def _end(self, instance: Instance, ended: asyncio.Future[object]) -> str:
+    async def _end(self, instance: Instance, ended: asyncio.Future[object]) -> Fault:
         try:
             reason = told(instance, "work", ended)
         except InstanceTroubleError as error:
-            return str(error)
+            return Fault(str(error), error.broker_away)
         if reason == REPLACED:
             # If it was another fleet, the lease says so by then, and this fleet ends instead of fighting for the label.
             await asyncio.sleep(2 * self._config.broker.renew_every_s)
-            return f"{instance.name} stopped because another process took its label"
-        return f"{instance.name}: its worker loop ended by itself"
+            return Fault(f"{instance.name} stopped because another process took its label")
+        return Fault(f"{instance.name}: its worker loop ended by itself")
 
     async def _sickness(self, instance: Instance) -> str:
         """Ask for its health until it has failed several times in a row, or was out of reach for too long."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import signal
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -18,6 +19,7 @@ from rolloutbus.broker.errors import NoInstanceError
 from rolloutbus.broker.shard_records import parse_record
 from rolloutbus.shard_workers import ShardFleet
 
+from tests.chaos.proxy import Proxy
 from tests.shard_workers.fleet.fleets import Redis, StartFleet, connected, fleet_config, open_batch, shard
 from tests.shard_workers.fleet.stacks import events
 
@@ -167,3 +169,23 @@ def test_a_restart_that_fails_counts_too(
         folder.rename(tmp_path)
     assert "FileNotFoundError" in caplog.text
     assert [status.state for status in fleet.status()] == ["lost"]
+
+
+async def test_an_outage_of_the_broker_longer_than_all_patience_costs_no_instance(
+    valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet
+) -> None:
+    """Each start without a broker was a death, and the instance was given up about a minute into the outage."""
+    proxy = Proxy(valkey.url, random.Random(7))
+    await proxy.start()
+    settings = {"max_restarts": 1, "restart_backoff_max_s": 0.5}
+    config = fleet_config(proxy.url, tmp_path, [shard("math")], fleet=settings, broker={"reconnect_timeout_s": 1.0})
+    fleet = await asyncio.to_thread(start_fleet, config)
+    proxy.misbehave("reset")
+    await asyncio.to_thread(wait_for, lambda: fleet.status()[0].restarts >= 3, 60.0)
+    assert fleet.labels == {"math": ["math"]}
+    proxy.heal()
+    await asyncio.to_thread(wait_for, lambda: fleet.status()[0].state == "running", 60.0)
+    async with running_batch(fleet, 4) as batch:
+        assert len([group async for group in batch]) == 3
+    await asyncio.to_thread(fleet.shutdown)
+    await proxy.stop()
