@@ -147,11 +147,11 @@ class FleetTransitions:
         if request.id in self._answers:
             await self.answer(request, self._answers[request.id])
 
-    async def remove(self, shards: Sequence[str], labels: Sequence[str]) -> int:
-        """Take the fleet's keys off the broker, but for those that another fleet has now; the number of shards whose
-        streams still hold work.
+    async def remove(self, shards: Sequence[str], labels: Sequence[str], version: str) -> int:
+        """Take the fleet's keys off the broker, but for those that another fleet has now, and for routes that are not
+        those of `version` ("" where it has published none); the number of shards whose streams still hold work.
         """
-        reply = await self._call("fleet_remove", self._all_keys(shards), self._keys.prefix, *labels)
+        reply = await self._call("fleet_remove", self._all_keys(shards), self._keys.prefix, version, *labels)
         return int(reply[1])
 
     async def bury(self, shard: str, label: str, consumer: str, incarnation: str) -> int:

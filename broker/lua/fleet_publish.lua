@@ -19,9 +19,6 @@ local function open_batch()
   until cursor == '0'
 end
 
--- What follows the dot is about the records, which may change at any time.
-local function routes_of(version) return string.match(version, '^[^.]*') end
-
 local version = redis.call('HGET', KEYS[2], ':version')
 if version and routes_of(version) ~= routes_of(ARGV[7]) then
   local batch = open_batch()

@@ -35,6 +35,9 @@ local function undo(stream, added)
   for _, entry in ipairs(redis.call('XREVRANGE', stream, '+', '-', 'COUNT', added)) do redis.call('XDEL', stream, entry[1]) end
 end
 
+-- A fleet's version is that of its routes, a dot, and that of its shards' records, which may change while batches are open.
+local function routes_of(version) return string.match(version, '^[^.]*') end
+
 local function is_stream(key)
   local kind = redis.call('TYPE', key)
   return (kind.ok or kind) == 'stream'

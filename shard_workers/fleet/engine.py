@@ -27,7 +27,7 @@ from ..plan_errors import ShardSetupError
 from ..plan_spec import ShardSpec
 from ..routes import build_route_shard_map
 from .instances import Instance, InstanceTroubleError, Launcher, State
-from .lease import FleetLease
+from .lease import FleetLease, quietly
 from .placement import Bundle, node_of, place, release
 from .supervision import Callbacks, Supervisor
 
@@ -393,13 +393,7 @@ class FleetEngine:
         await self._link.close()
 
     async def _quietly(self, work: Awaitable[object]) -> None:
-        """What the broker need not be there for: its keys run out by themselves."""
-        try:
-            async with asyncio.timeout(self._link.patience_s(self.config.fleet.stop_timeout_s)):
-                await work
-        except (RolloutBusError, TimeoutError) as error:
-            why = str(error) or "no answer from the broker"
-            log.warning("while ending the fleet of run %s: %s", self.config.run, why)
+        await quietly(self._link, self.config.fleet.stop_timeout_s, self.config.run, work)
 
 
 def _not_started(error: InstanceTroubleError) -> ShardSetupError:

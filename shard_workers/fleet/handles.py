@@ -7,11 +7,8 @@ end itself and never killed.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
-import os
-import socket
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
@@ -20,18 +17,12 @@ from typing import Any, Final, Self, cast
 import ray
 from ray.actor import ActorHandle
 
-from ...broker.channel import Link
-from ...broker.errors import ConfigError, FleetError, RolloutBusError
-from ...broker.fleet_transitions import FleetTransitions, Published, Request
-from ...broker.keys import ANY_ROUTE, UNSHARDED_SHARD, Keys
-from ...broker.scripts import load_scripts
+from ...broker.errors import ConfigError, FleetError
+from ...broker.keys import ANY_ROUTE, UNSHARDED_SHARD
 from ...broker.settings import BrokerSettings, broker_url
-from ...broker.shard_records import ShardRecord
-from ..worker import ShardWorker
 from ..worker_settings import WorkerSettings
 from .fleet import ShardFleet
-from .handle_environment import HandleEnvironment
-from .lease import FleetLease
+from .handle_engine import HandleEngine
 from .loop_thread import LoopThread
 
 log = logging.getLogger("rolloutbus.fleet")
@@ -151,10 +142,7 @@ class HandleFleet:
         self._workers = workers
         self._arguments = arguments
         self._thread: LoopThread | None = None
-        self._lease: FleetLease | None = None
-        self._link: Link | None = None
-        self._worker: ShardWorker | None = None
-        self._working: asyncio.Task[None] | None = None
+        self._engine: HandleEngine | None = None
         self._shut_down = False
 
     def __enter__(self) -> Self:
@@ -171,7 +159,8 @@ class HandleFleet:
 
     @property
     def labels(self) -> dict[str, list[str]]:
-        return {UNSHARDED_SHARD: [UNSHARDED_SHARD]}
+        """Shard → labels of its instances; none where the worker loop was given up."""
+        return {UNSHARDED_SHARD: [] if self._engine is not None and self._engine.lost else [UNSHARDED_SHARD]}
 
     def serve(self, broker: BrokerSettings | str | None = None, run: str = "default") -> None:
         """Publish the one route and take groups; the broker is the one given, else `REDIS_URL`. Raises `FleetError` for
@@ -183,7 +172,7 @@ class HandleFleet:
             )
         self._thread = LoopThread(f"rolloutbus-fleet-{run}")
         try:
-            self._thread.run(self._begin(_settings(broker), run))
+            self._thread.run(self._start(_settings(broker), run))
         except BaseException:
             self._thread.close()
             self._thread = None
@@ -196,65 +185,23 @@ class HandleFleet:
         if self._shut_down:
             return
         self._shut_down = True
-        if self._thread is not None:
-            self._thread.run(self._leave())
+        try:
+            self._end_serving()
+        finally:
+            if callable(getattr(self._handle, "shutdown", None)):
+                shutdown_environments({UNSHARDED_SHARD: self._handle}, timeout_s=timeout_s)
+
+    async def _start(self, settings: BrokerSettings, run: str) -> None:
+        self._engine = HandleEngine(self._handle, self._arguments, self._workers, settings, run)
+        await self._engine.start()
+
+    def _end_serving(self) -> None:
+        if self._thread is None or self._engine is None:
+            return
+        try:
+            self._thread.run(self._engine.leave())
+        finally:
             self._thread.close()
-        if callable(getattr(self._handle, "shutdown", None)):
-            shutdown_environments({UNSHARDED_SHARD: self._handle}, timeout_s=timeout_s)
-
-    async def _begin(self, settings: BrokerSettings, run: str) -> None:
-        keys = Keys(run)
-        self._link = Link(settings, "fleet", load_scripts)
-        holder = f"{socket.gethostname()}, process {os.getpid()}"
-        transitions = FleetTransitions(self._link, keys, settings, holder)
-        self._transitions = transitions
-        self._lease = FleetLease(self._link, transitions, [UNSHARDED_SHARD], self._on_request, self._on_lost)
-        at = self._workers
-        record = ShardRecord(
-            labels=[UNSHARDED_SHARD],
-            slots=at.slots,
-            commit=at.commit,
-            rerun=at.rerun,
-            group_timeout_s=at.group_timeout_s,
-        )
-        try:
-            await self._lease.claim()
-            await self._lease.publish(Published({ANY_ROUTE: UNSHARDED_SHARD}, {UNSHARDED_SHARD: record}))
-        except BaseException:
-            await self._lease.stop()
-            await self._link.close()
-            raise
-        environment = HandleEnvironment(self._handle, self._arguments)
-        self._worker = ShardWorker(settings, run, UNSHARDED_SHARD, UNSHARDED_SHARD, environment, at)
-        self._working = asyncio.create_task(self._work(self._worker))
-
-    async def _work(self, worker: ShardWorker) -> None:
-        try:
-            await worker.run()
-        except RolloutBusError as error:
-            log.error("the worker loop around the handle ended: %s", error)
-
-    def _on_request(self, request: Request) -> None:
-        refusal = "the fleet of this run is one actor that a trainer holds; it can neither grow nor shrink"
-        self._refusing = asyncio.ensure_future(self._transitions.answer(request, refusal))
-
-    def _on_lost(self, holder: str) -> None:
-        log.error("the run has another fleet now (%s); this one ends", holder)
-        if self._worker is not None:
-            self._worker.stop()
-
-    async def _leave(self) -> None:
-        assert self._worker is not None
-        assert self._working is not None
-        assert self._lease is not None
-        assert self._link is not None
-        self._worker.drain()
-        await asyncio.wait({self._working})
-        try:
-            await self._lease.give_up([UNSHARDED_SHARD])
-        except RolloutBusError as error:
-            log.warning("cannot take the run's keys off the broker (%s); they expire by themselves", error)
-        await self._link.close()
 
 
 def _settings(broker: BrokerSettings | str | None) -> BrokerSettings:

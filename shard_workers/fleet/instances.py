@@ -79,6 +79,16 @@ class InstanceStatus(NamedTuple):
     ports: tuple[int, int] | None
 
 
+@dataclass
+class Ends:
+    """How an instance ended lately: the deaths of the last hour (seconds), and how often in a row only the broker was
+    out of its reach.
+    """
+
+    deaths: deque[float] = field(default_factory=deque[float])
+    cut_off: int = 0
+
+
 @dataclass(eq=False)
 class Instance:
     """An instance; label, slot and place stay the same over all its processes."""
@@ -96,9 +106,7 @@ class Instance:
     identity: WorkerIdentity | None = None
     node: str = ""
     restarts: int = 0
-    recent_deaths: deque[float] = field(default_factory=deque[float])
-    # Ends in a row for which only the broker was out of reach.
-    cut_off: int = 0
+    ends: Ends = field(default_factory=Ends)
     watch: asyncio.Task[None] | None = None
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from ...broker.channel import Link
 from ...broker.errors import FleetError, RolloutBusError
@@ -58,7 +58,8 @@ class FleetLease:
         published, self._published = self._published, None
         if self.held or published is not None:
             self.held = False
-            left = await self._transitions.remove(self._shards, labels)
+            version = published.version if published is not None else ""
+            left = await self._transitions.remove(self._shards, labels, version)
             if left:
                 log.warning(
                     "%d shards still hold groups; they wait on the broker for another fleet of this run, or expire",
@@ -111,3 +112,15 @@ class FleetLease:
     def _lose(self, holder: str) -> None:
         self.held = False
         self._on_lost(holder.partition(" ")[2] or holder)
+
+
+async def quietly(link: Link, limit_s: float, run: str, work: Awaitable[object]) -> None:
+    """Do what the broker need not be there for, as its keys run out by themselves: within `limit_s`, and hardly waiting
+    where it is known to be away.
+    """
+    try:
+        async with asyncio.timeout(link.patience_s(limit_s)):
+            await work
+    except (RolloutBusError, TimeoutError) as error:
+        why = str(error) or "no answer from the broker"
+        log.warning("while ending the fleet of run %s: %s", run, why)

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from ...broker.errors import RolloutBusError
 from ..fleet_config import FleetConfig, FleetSettings
 from .actor import BUSY, REPLACED
-from .instances import Instance, InstanceTroubleError, Launcher, State, told
+from .instances import Ends, Instance, InstanceTroubleError, Launcher, State, told
 
 log = logging.getLogger("rolloutbus.fleet")
 
@@ -40,8 +40,16 @@ class RestartPolicy:
     def __init__(self, settings: FleetSettings) -> None:
         self._settings = settings
 
+    def after(self, fault: Fault, ends: Ends, now: float) -> float | None:
+        """Note an end at `now` (seconds); how long to wait before the next start, None when the budget is spent."""
+        if fault.broker_away:
+            ends.cut_off += 1
+            return self.delay(ends.cut_off)
+        ends.cut_off = 0
+        return self.next_delay(ends.deaths, now)
+
     def next_delay(self, deaths: deque[float], now: float) -> float | None:
-        """Note a death at `now` (seconds); how long to wait before the next start, None when the budget is spent."""
+        """`after` a death."""
         while deaths and now - deaths[0] >= HOUR_S:
             deaths.popleft()
         deaths.append(now)
@@ -87,13 +95,13 @@ class Supervisor:
 
     async def _watch(self, instance: Instance) -> None:
         fault = await self._fault(instance)
-        while (delay := self._next_delay(instance, fault)) is not None:
+        while (delay := self._policy.after(fault, instance.ends, time.monotonic())) is not None:
             instance.state = State.RESTARTING
             log.error("%s; starting it again in %.1f s (restart %d)", fault.words, delay, instance.restarts + 1)
             await self._free(instance)
             # A night without the broker would fill the record with one instance's tries.
-            if instance.cut_off <= 1:
-                kind = "instance-cut-off" if instance.cut_off else "instance-died"
+            if instance.ends.cut_off <= 1:
+                kind = "instance-cut-off" if instance.ends.cut_off else "instance-died"
                 await self._callbacks.note(kind, instance, fault.words)
             await asyncio.sleep(delay)
             instance.restarts += 1
@@ -103,7 +111,7 @@ class Supervisor:
             except InstanceTroubleError as error:
                 fault = Fault(f"{error}\n{error.trace}".rstrip(), error.broker_away)
                 continue
-            instance.state, instance.cut_off = State.RUNNING, 0
+            instance.state, instance.ends.cut_off = State.RUNNING, 0
             log.warning("%s runs again in process %d", instance.name, instance.identity.pid if instance.identity else 0)
             await self._callbacks.note("instance-restarted", instance, f"restart {instance.restarts}")
             fault = await self._fault(instance)
@@ -115,14 +123,6 @@ class Supervisor:
         log.error("%s is given up: %s", instance.name, reason)
         await self._callbacks.note("instance-lost", instance, reason)
         await self._callbacks.give_up(instance, reason)
-
-    def _next_delay(self, instance: Instance, fault: Fault) -> float | None:
-        """How long to wait before the next start, None when the budget is spent."""
-        if fault.broker_away:
-            instance.cut_off += 1
-            return self._policy.delay(instance.cut_off)
-        instance.cut_off = 0
-        return self._policy.next_delay(instance.recent_deaths, time.monotonic())
 
     async def _free(self, instance: Instance) -> None:
         """The process is ended for certain, then its groups may go to others."""

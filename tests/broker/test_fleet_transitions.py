@@ -123,9 +123,9 @@ async def test_removal_leaves_only_streams_with_work(link: Link, keys: Keys) -> 
             ("HSET", keys.instance("math"), "pid", 1),
         ]
     )
-    assert await other.remove(SHARDS, ["math"]) == 0
+    assert await other.remove(SHARDS, ["math"], MAP.version) == 0
     assert "routes" in await names(link, keys), "another fleet's run is left alone"
-    assert await mine.remove(SHARDS, ["math"]) == 1
+    assert await mine.remove(SHARDS, ["math"], MAP.version) == 1
     assert await names(link, keys) == {"groups:words", "parked:words"}
 
 
@@ -135,8 +135,27 @@ async def test_a_fleet_that_was_replaced_removes_what_its_successor_does_not_hos
     await second.publish(OTHER, replace=True)
     streams = [("XGROUP", "CREATE", keys.groups(shard), GROUP_NAME, "0", "MKSTREAM") for shard in SHARDS]
     await link.run(streams)
-    await first.remove(SHARDS, ["math"])
+    await first.remove(SHARDS, ["math"], MAP.version)
     assert await names(link, keys) == {"fleet", "routes", "shards", "groups:words"}
+
+
+async def test_a_fleet_that_published_nothing_gives_its_lease_back_and_nothing_else(link: Link, keys: Keys) -> None:
+    """It took the routes of the fleet before with it, and a second try was not held to them: other routes under an open
+    batch.
+    """
+    dead, refused, next_one = fleet(link, keys), fleet(link, keys), fleet(link, keys)
+    await dead.publish(MAP)
+    await link.run(
+        [("DEL", keys.fleet), ("HSET", keys.batch("b7"), "state", "open"), ("HSET", keys.instance("math"), "pid", 1)]
+    )
+    await refused.claim()
+    with pytest.raises(FleetError, match="open batches, b7 among them"):
+        await refused.publish(OTHER)
+    await refused.remove(SHARDS, ["math"], "")
+    assert await names(link, keys) == {"routes", "shards", "batch:b7", "instance:math"}
+    await next_one.claim()
+    with pytest.raises(FleetError, match="open batches, b7 among them"):
+        await next_one.publish(OTHER)
 
 
 async def test_a_wish_stands_until_it_is_answered(link: Link, keys: Keys) -> None:
@@ -179,7 +198,7 @@ async def test_refusals_later_wishes_and_silence_are_told(link: Link, keys: Keys
     assert (await link.run([("HKEYS", keys.fleet_requests)]))[0] == [b"answer:slow"]
     third = asyncio.create_task(ask("third"))
     await first_wishes(mine, "third")
-    await mine.remove(SHARDS, [])
+    await mine.remove(SHARDS, [], MAP.version)
     with pytest.raises(FleetError, match="went away before it answered"):
         await third
 

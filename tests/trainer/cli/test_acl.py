@@ -194,7 +194,7 @@ def test_a_fleet_does_its_whole_work_and_an_operator_asks_it(guarded_broker: Emb
                 await asyncio.to_thread(comes_true, lambda: admin.exists(keys.instance(SHARD)))
             await asyncio.to_thread(thread.stop)
             await fleet.bury(SHARD, SHARD, f"{SHARD}:gone", "gone")
-            await fleet.remove([SHARD], [SHARD])
+            await fleet.remove([SHARD], [SHARD], published.version)
 
     asyncio.run(work())
     assert refusals(guarded_broker) == []
