@@ -11,7 +11,8 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup
@@ -180,8 +181,7 @@ class FleetEngine:
             raise ConfigError(
                 f"shard {name!r} cannot have {replicas!r} replicas; give 1 or more, or shut the fleet down"
             )
-        async with self._changing:
-            self._begin_change()
+        async with self._one_change():
             # An instance that was given up makes room for one that is started afresh.
             await self._remove([i for i in self.of_shard(name) if i.state is State.LOST])
             now = self.of_shard(name)
@@ -193,8 +193,7 @@ class FleetEngine:
     async def drain(self, label: str) -> None:
         """End one instance without losing a group; refused for the last one of its shard."""
         meant = self._labelled(label)
-        async with self._changing:
-            self._begin_change()
+        async with self._one_change():
             if meant is not None and meant not in self.instances:
                 # Somebody else's change ended it; what has its label now is another one.
                 return
@@ -212,10 +211,19 @@ class FleetEngine:
     def _labelled(self, label: str) -> Instance | None:
         return next((instance for instance in self.instances if instance.label == label), None)
 
-    def _begin_change(self) -> None:
-        self._change = asyncio.current_task()
-        if self._over:
-            raise FleetError(f"the fleet of run {self.config.run!r} is shut down; start it again")
+    @asynccontextmanager
+    async def _one_change(self) -> AsyncGenerator[None]:
+        """One after another. Whoever asked for what the fleet's end breaks off was not cancelled, and is told so."""
+        try:
+            async with self._changing:
+                self._change = asyncio.current_task()
+                if self._over:
+                    raise shut_down(self.config.run)
+                yield
+        except asyncio.CancelledError:
+            if not self._over:
+                raise
+            raise shut_down(self.config.run) from None
 
     async def _add(self, shard: ShardSpec, count: int) -> None:
         added: list[Instance] = []
@@ -394,6 +402,10 @@ class FleetEngine:
 
     async def _quietly(self, work: Awaitable[object]) -> None:
         await quietly(self._link, self.config.fleet.stop_timeout_s, self.config.run, work)
+
+
+def shut_down(run: str) -> FleetError:
+    return FleetError(f"the fleet of run {run!r} is shut down; start it again")
 
 
 def _not_started(error: InstanceTroubleError) -> ShardSetupError:

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
-from ...broker.errors import FleetError
+from ...broker.errors import ClosedError, FleetError
 from ...broker.settings import BrokerSettings
 from ..fleet_config import ConfigSource, FleetConfig, read_fleet_config
-from .engine import FleetEngine
+from .engine import FleetEngine, shut_down
 from .instances import InstanceStatus
 from .loop_thread import LoopThread
 from .placement import RaySession
@@ -119,11 +119,11 @@ class ShardFleet:
 
         Raises `FleetError` or `ConfigError` with the reason; the instances there were go on.
         """
-        self._thread.run(self._running().scale(shard, replicas))
+        self._change(self._running().scale(shard, replicas))
 
     def drain(self, label: str) -> None:
         """End one instance: its groups finish or are handed back. Raises `FleetError` for the last one of its shard."""
-        self._thread.run(self._running().drain(label))
+        self._change(self._running().drain(label))
 
     def shutdown(self, *, drain: bool = True, kill_after_s: float | None = None) -> None:
         """Drain and stop every instance, then give back places and keys; safe twice.
@@ -158,8 +158,14 @@ class ShardFleet:
 
     def _running(self) -> FleetEngine:
         if self._engine is None or not self._thread.alive or self._shut_down:
-            raise FleetError(f"the fleet of run {self.run!r} is shut down; start it again")
+            raise shut_down(self.run)
         return self._engine
+
+    def _change(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            self._thread.run(work)
+        except ClosedError:
+            raise shut_down(self.run) from None
 
     def _on_end(self, reason: str) -> None:
         self._end_reason = reason

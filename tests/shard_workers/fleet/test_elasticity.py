@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,31 @@ async def test_what_is_drained_twice_is_gone_for_both_and_its_successor_stays(
     await asyncio.to_thread(fleet._thread.run, drain_twice_around_a_scale())  # pyright: ignore[reportPrivateUsage]
     assert fleet.labels == {"math": ["math/0", "math/1"]}
     assert fleet.status()[1].pid != before
+
+
+def test_a_change_that_the_end_breaks_off_is_told_as_that(
+    valkey: EmbeddedBroker, tmp_path: Path, start_fleet: StartFleet
+) -> None:
+    """Plain code got asyncio's `CancelledError`, which passes by every `except Exception`; of two changes the second
+    could wait for ever.
+    """
+    fleet = start_fleet(fleet_config(valkey.url, tmp_path, [shard("math")]))
+    with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
+        begun, start = threading.Event(), Launcher.start
+
+        async def start_slowly(launcher: Launcher, instance: Instance) -> None:
+            await start(launcher, instance)
+            begun.set()
+            await asyncio.sleep(600)
+
+        patch.setattr(Launcher, "start", start_slowly)
+        changes = [pool.submit(fleet.scale, "math", 2)]
+        assert begun.wait(60)
+        changes.append(pool.submit(fleet.drain, "math"))
+        fleet.shutdown()
+        for change in changes:
+            with pytest.raises(FleetError, match="is shut down; start it again"):
+                change.result(30)
 
 
 def test_an_instance_that_hangs_in_its_end_is_named_and_the_others_stop(
