@@ -244,8 +244,7 @@ class FleetEngine:
 
     async def _take_back(self, added: Sequence[Instance]) -> None:
         """None of them stays; those that run already hand back what they have."""
-        for instance in added:
-            await self._supervisor.leave(instance)
+        await self._watch_no_more(added)
         await self._end_instances([i for i in added if i.state is State.RUNNING], drain=False)
         await self._discard(added)
 
@@ -268,8 +267,6 @@ class FleetEngine:
     async def _remove(self, leaving: Sequence[Instance]) -> None:
         if not leaving:
             return
-        for instance in leaving:
-            await self._supervisor.leave(instance)
         problems = await self._end_instances(leaving, drain=True)
         await self._discard(leaving)
         await self._lease.publish(self._published())
@@ -337,8 +334,6 @@ class FleetEngine:
         if self._change is not None and self._changing.locked():
             self._change.cancel()
         async with self._changing:
-            for instance in self.instances:
-                await self._supervisor.leave(instance)
             problems = await self._end_instances(self.instances, drain=drain)
             await self._release_all()
             await self._leave_broker()
@@ -346,8 +341,14 @@ class FleetEngine:
             return problems
 
     async def _end_instances(self, instances: Sequence[Instance], *, drain: bool) -> list[str]:
+        # All before the first one ends, which would look like a death.
+        await self._watch_no_more(instances)
         ends = [self._end(instance, drain=drain and instance.state is State.RUNNING) for instance in instances]
         return [problem for problem in await asyncio.gather(*ends) if problem]
+
+    async def _watch_no_more(self, instances: Sequence[Instance]) -> None:
+        for instance in instances:
+            await self._supervisor.leave(instance)
 
     async def _end(self, instance: Instance, *, drain: bool) -> str:
         """Drain where asked, stop, and kill what does neither; says what would not. A dead process is no problem."""
@@ -372,8 +373,7 @@ class FleetEngine:
         """The end without a word to anybody: processes, places and keys go at once; the names of those that ran."""
         self._over = True
         running = [i.name for i in self.instances if i.state not in (State.STOPPED, State.LOST)]
-        for instance in self.instances:
-            await self._supervisor.leave(instance)
+        await self._watch_no_more(self.instances)
         await asyncio.gather(*(self._launcher.kill(instance) for instance in self.instances))
         # Side by side: each may wait for the broker as long as an end may take.
         await asyncio.gather(*(self._quietly(self._free_groups(instance)) for instance in self.instances))

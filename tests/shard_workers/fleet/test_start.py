@@ -15,6 +15,7 @@ import pytest
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import ConfigError, FleetError
 from rolloutbus.shard_workers import ShardFleet, ShardSetupError
+from rolloutbus.shard_workers.fleet.instances import Instance, InstanceTroubleError, Launcher
 from rolloutbus.trainer import RolloutClient
 
 from tests.shard_workers.fleet.conftest import keys_of
@@ -102,6 +103,29 @@ def test_the_shard_that_fails_is_named_with_its_traceback_and_nothing_is_left(
     assert not still_there(started)
     assert free_cpus() == 2.0
     assert keys_of(broker, config["rolloutbus"]["run"]) == set()
+
+
+def test_a_start_that_fails_late_starts_nothing_again(
+    valkey: EmbeddedBroker, tmp_path: Path, broker: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that had begun were stopped under the eyes of their watch, which took it for a death and started another
+    process in the place that was being given back.
+    """
+    shards = [shard("good"), shard("slow", hang_in_stop=True), shard("bad")]
+    config = fleet_config(valkey.url, tmp_path, shards, fleet={"stop_timeout_s": 3, "restart_backoff_s": 0})
+    begin = Launcher.begin
+
+    async def begin_but_one(launcher: Launcher, instance: Instance) -> None:
+        if instance.label == "bad":
+            raise InstanceTroubleError("bad: its process died during begin", dead=True)
+        await begin(launcher, instance)
+
+    monkeypatch.setattr(Launcher, "begin", begin_but_one)
+    with pytest.raises(ShardSetupError, match="bad: its process died during begin; nothing is left running"):
+        ShardFleet.start(config)
+    assert len(events(tmp_path, "starting")) == 3
+    assert free_cpus() == 2.0
+    assert keys_of(broker, config["rolloutbus"]["run"]) == set(), "nobody has died"
 
 
 def test_a_stack_that_takes_too_long_ends_the_start(valkey: EmbeddedBroker, tmp_path: Path) -> None:
