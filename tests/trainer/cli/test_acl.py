@@ -215,7 +215,7 @@ def test_a_collector_sets_a_foreign_result_aside_and_a_fleet_that_lost_its_run_l
         async with connected(settings["fleet"]) as link:
             new, old = (FleetTransitions(link, keys, settings["fleet"], who) for who in ("new", "old"))
             await new.publish(Published({ROUTE: SHARD}, {SHARD: ShardRecord()}))
-            return await old.remove([SHARD], []), refusals(guarded_broker)
+            return await old.remove([SHARD], [], ""), refusals(guarded_broker)
 
     with redis_at(guarded_broker.url) as admin:
         assert asyncio.run(work(admin.xadd(results, {"who": "knows"}))) == (0, [])

@@ -89,7 +89,7 @@ WORKER = [
 ]  # fmt: skip
 FLEET = [
     fleet(lambda it: it.claim()), fleet(lambda it: it.publish(Published({"a": SHARD}, {}))),
-    fleet(lambda it: it.renew(SHARDS, "1")), fleet(lambda it: it.remove(SHARDS, [SHARD])),
+    fleet(lambda it: it.renew(SHARDS, "1")), fleet(lambda it: it.remove(SHARDS, [SHARD], "1.1")),
     fleet(lambda it: it.bury(SHARD, SHARD, "consumer", "theirs")),
     fleet(lambda it: it.answer(Request("1", "drain:x"), "ok")),
 ]  # fmt: skip
