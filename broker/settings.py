@@ -94,8 +94,8 @@ def _explain(item: Any, model: type[BaseModel], where: str) -> str:
     if item["type"] == "value_error":
         return f"{path}: {item['ctx']['error']}"
     # A secret must not reach a log because its neighbour was mistyped, nor as part of a whole that has the wrong type.
-    secret = not item["loc"] or any(word in path.rsplit(".", 1)[-1] for word in ("key", "password", "secret", "url"))
-    return f"{path}: {item['msg'].lower()}" + ("" if secret else f", but is {item['input']!r}")
+    secret = not item["loc"] or names_secret(path)
+    return f"{path}: {item['msg'].lower()}" + ("" if secret else f", but is {quoted(item['input'])}")
 
 
 def _known(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
@@ -111,6 +111,17 @@ def _known(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
 def broker_url(given: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
     """The broker's address: the one given, else `REDIS_URL`, else None (the caller then starts an embedded broker)."""
     return given or environ.get("REDIS_URL") or None
+
+
+def names_secret(key: str) -> bool:
+    """Whether what stands at the dotted `key` may be a secret, or hold one, and is not to be shown."""
+    return any(word in key.rsplit(".", 1)[-1].lower() for word in ("key", "password", "secret", "url"))
+
+
+def quoted(value: object) -> str:
+    """`value` for a message: an address may stand where another setting should."""
+    text = repr(value)
+    return redacted(text) if "://" in text else text
 
 
 def redacted(url: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ..broker.settings import quoted
 from .plan_errors import ShardConfigError
 from .plan_spec import CONFIG_ROOT
 
@@ -15,7 +16,7 @@ def shown(value: object) -> str:
     """The value as a config's author knows it, cut to a readable length."""
     if value is None:
         return "null"
-    text = repr(value)
+    text = quoted(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ...broker.errors import ConfigError
-from ...broker.settings import broker_url
+from ...broker.settings import broker_url, names_secret, redacted
 from ...broker.wording import counted
 from ...shard_workers.yaml_files import load_yaml
 
@@ -82,7 +82,7 @@ def with_target(root: DictConfig, url: str | None, run: str | None) -> DictConfi
     )  # pyright: ignore[reportArgumentType, reportUnknownMemberType]
     for key, value in ((URL_KEY, url), (RUN_KEY, run)):
         if value is not None:
-            _set(copy, key, value, key)
+            _set(copy, key, value, f"{key}={value}")
     return copy
 
 
@@ -99,7 +99,8 @@ def _apply(root: DictConfig, override: str) -> None:
     if key.startswith("~"):
         key, equals, text = key[1:], "=", "null"
     if not equals or not key.strip():
-        raise ConfigError(f"override {override!r} is not KEY=VALUE; write for instance rolloutbus.workers.slots=8")
+        said = _shown(override)
+        raise ConfigError(f"override {said!r} is not KEY=VALUE; write for instance rolloutbus.workers.slots=8")
     if not override.startswith("+"):
         _refuse_unknown(root, key.strip(), override)
     _set(root, key.strip(), _value(override, text), override)
@@ -127,9 +128,21 @@ def _refuse_unknown(root: DictConfig, key: str, said: str) -> None:
         return
     meant = [f"{_BELOW[top]}.{key}"] if top in _BELOW else []
     meant += [name + key.removeprefix(top) for name in ROOTS if _closest(name, [top])]
-    new = ", and so nothing to blank" if said.startswith("~") else f"; write +{said} if it is to be new"
-    hint = f"; did you mean {meant[0]}?" if meant else new
-    raise ConfigError(f"override {said!r}: the config has no {top!r}{hint}")
+    shown = _shown(said)
+    new = ", and so nothing to blank" if said.startswith("~") else f"; write +{shown} if it is to be new"
+    hint = f"; did you mean {redacted(meant[0])}?" if meant else new
+    raise ConfigError(f"override {shown!r}: the config has no {redacted(top)!r}{hint}")
+
+
+def _shown(override: str) -> str:
+    """The override for a message, which may come to a log: without passwords, and without a value that may be one."""
+    key, equals, _ = override.partition("=")
+    return f"{redacted(key)}=***" if equals and names_secret(key) else redacted(override)
+
+
+def _why(error: BaseException, override: str) -> str:
+    """The error's first line, which may quote a value, where the override has nothing to hide."""
+    return _first_line(error) if _shown(override) == override else type(error).__name__
 
 
 def _value(override: str, text: str) -> Any:
@@ -138,17 +151,16 @@ def _value(override: str, text: str) -> Any:
         parsed = OmegaConf.from_dotlist([f"value={text}"])
         return cast("dict[str, Any]", OmegaConf.to_container(parsed, resolve=False))["value"]
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(
-            f"override {override!r}: its value is no valid YAML ({_first_line(error)}); quote it for the shell"
-        ) from None
+        said, why = _shown(override), _why(error, override)
+        raise ConfigError(f"override {said!r}: its value is no valid YAML ({why}); quote it for the shell") from None
 
 
 def _set(root: DictConfig, key: str, value: Any, said: str) -> None:
     try:
         OmegaConf.update(root, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, AssertionError, IndexError, TypeError, ValueError) as error:
-        why = _short_list(root, key) or _first_line(error)
-        raise ConfigError(f"override {said!r} cannot be put into the config: {why}") from None
+        why = _short_list(root, key) or _why(error, said)
+        raise ConfigError(f"override {_shown(said)!r} cannot be put into the config: {why}") from None
 
 
 def _short_list(root: DictConfig, key: str) -> str:

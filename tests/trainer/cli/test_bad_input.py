@@ -88,6 +88,36 @@ def test_bad_override_is_named(override: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "override",
+    [
+        "redis://:hunter2@h",
+        "~redis://:hunter2@h",
+        "redis://:hunter2@h?password=x",
+        "broker.url=redis://:hunter2@h",
+        "nowhere=redis://:hunter2@h",
+        "evn.nemo_gym.policy_api_key=hunter2",
+        "rolloutbus.broker.url=[redis://:hunter2@h",
+        "env.nemo_gym.policy_api_key=${hunter2",
+        "env.nemo_gym.shards[0].url=redis://:hunter2@h",
+        "rolloutbus.broker=redis://:hunter2@h",
+        "rolloutbus.workers.slots={at: redis://:hunter2@h}",
+        "rolloutbus=redis://:hunter2@h",
+    ],
+)
+def test_what_is_wrong_with_an_override_shows_no_secret_in_it(override: str) -> None:
+    """A misspelt key, or a value that cannot be read, put the broker's password into whatever keeps standard error."""
+    said = run_says(override)
+    assert "Error: " in said
+    assert "hunter2" not in said
+
+
+def test_a_brokers_url_that_no_config_takes_is_not_shown() -> None:
+    said = run_says("--broker-url", "redis://:hunter2${x@h")
+    assert "'rolloutbus.broker.url=***' cannot be put into the config" in said
+    assert "hunter2" not in said
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         (f"{GOOD_ROW}\n\n{{broken\n", "rows.jsonl line 3 is no valid JSON"),
