@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -118,10 +119,8 @@ def run(
     ):
         job = Job(fleet.broker, fleet.run, fleet.route_map, found, num_generations, on_failure, url is not None)
         job.summary.labels = [label for labels in fleet.labels.values() for label in labels]
-        try:
+        with told_at_the_end(job.summary, as_json=as_json, results=results):
             interrupts.run(lambda: work(job, results))
-        finally:
-            tell(job.summary, as_json=as_json, results=results)
     if not job.summary.balanced:
         raise typer.Exit(FAILED)
 
@@ -164,6 +163,18 @@ def _ended_by(failure: GroupFailure, job: Job) -> GroupFailedError:
     kept = f"; `rolloutbus dead list --run {job.run}` keeps it" if job.broker_stays else ""
     place = job.found.place(failure.row_indices[0])
     return GroupFailedError(f"{place}: {failure.sentence}. Use --on-failure yield to go on without it{kept}")
+
+
+@contextmanager
+def told_at_the_end(summary: run_summary.Summary, *, as_json: bool, results: str) -> Generator[None]:
+    """Around a job: its summary, however it ends. What keeps that from being told hides no error of the job's."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            tell(summary, as_json=as_json, results=results)
+        raise
+    tell(summary, as_json=as_json, results=results)
 
 
 def tell(summary: run_summary.Summary, *, as_json: bool, results: str) -> None:

@@ -37,7 +37,11 @@ class RouteTally:
 
     @property
     def mean_reward(self) -> float | None:
-        return math.fsum(self.rewards) / len(self.rewards) if self.rewards else None
+        """NaN where there is none: of both infinities, or beyond what a float holds."""
+        try:
+            return math.fsum(self.rewards) / len(self.rewards) if self.rewards else None
+        except (ValueError, OverflowError):
+            return math.nan
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 from rolloutbus.broker.errors import GroupFailedError, RouteError
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.collector import GroupFailure
+from rolloutbus.trainer.cli import run_summary
 from rolloutbus.trainer.cli.console import PlainConsole
 from rolloutbus.trainer.cli.rows import FileRows
-from rolloutbus.trainer.cli.run_command import Job, work
-from rolloutbus.trainer.cli.run_summary import Summary, reasons, show, verdict
+from rolloutbus.trainer.cli.run_command import Job, told_at_the_end, work
+from rolloutbus.trainer.cli.run_summary import RouteTally, Summary, reasons, show, verdict
 
 from .conftest import ROUTE, RUN, SHARD, Stage, rows_of
 
@@ -77,3 +79,24 @@ def test_an_instance_that_completed_none_is_in_the_table(capsys: pytest.CaptureF
 def test_one_of_anything_is_told_as_one() -> None:
     summary = Summary(groups=1, completed=1, metrics={"timing/rollout/retries": 1.0})
     assert verdict(summary) == "1 group = 1 completed + 0 failed + 0 cancelled; 0 rows in 0.00s (1 retry)"
+
+
+@pytest.mark.parametrize("rewards", [[math.inf, -math.inf], [1e308, 1e308]])
+def test_rewards_without_a_mean_are_told_as_that(rewards: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    """The summary, and the job's own error with it, was lost to the stack of a `ValueError`."""
+    summary = Summary(groups=1, routes={ROUTE: RouteTally(rows=2, rewards=rewards)})
+    with told_at_the_end(summary, as_json=False, results="o.jsonl"):
+        pass
+    assert re.search(rf"{ROUTE} +2 +nan", capsys.readouterr().out)
+    assert summary.as_plain()["routes"][ROUTE]["mean_reward"] is None
+
+
+def test_a_summary_that_cannot_be_told_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("of the summary")
+
+    monkeypatch.setattr(run_summary, "show", fail)
+    with pytest.raises(KeyboardInterrupt), told_at_the_end(Summary(groups=1), as_json=False, results="o.jsonl"):
+        raise KeyboardInterrupt
+    with pytest.raises(RuntimeError), told_at_the_end(Summary(groups=1), as_json=False, results="o.jsonl"):
+        pass
