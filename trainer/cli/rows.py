@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -62,7 +63,13 @@ def read_rows(source: str, num_generations: int, *, expanded: bool) -> FileRows:
 
 def _read(source: str) -> Iterator[tuple[int, Row]]:
     if source == STANDARD_INPUT:
-        yield from _lines(_STANDARD_NAME, sys.stdin)
+        # Python reads it as the locale says; the same bytes must be the same rows wherever they come from.
+        lines = io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", errors="strict")
+        try:
+            yield from _lines(_STANDARD_NAME, lines)
+        finally:
+            # Or it would be closed with the wrapper.
+            lines.detach()
         return
     try:
         with Path(source).open(encoding="utf-8-sig") as lines:

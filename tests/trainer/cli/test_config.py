@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from rolloutbus.broker.errors import ConfigError
+from rolloutbus.broker.errors import ConfigError, RowError
 from rolloutbus.trainer.cli.config import configured_url, load_config, with_target
 from rolloutbus.trainer.cli.rows import read_rows
 
@@ -97,3 +98,21 @@ def test_prompts_are_expanded_to_rows_of_their_own(tmp_path: Path) -> None:
     assert "_rowidx" not in rows[1]
     assert list(found.lines) == [1, 1, 3, 3]
     assert [row["a"] for row in read_rows(str(path), 2, expanded=True).rows] == [1, 2]
+
+
+@pytest.mark.parametrize("locale", ["ascii", "latin-1"])
+def test_rows_from_standard_input_are_read_as_from_a_file(monkeypatch: pytest.MonkeyPatch, locale: str) -> None:
+    """What came through a pipe was read as the locale says, and its byte order mark was no JSON."""
+    data = io.BytesIO('\ufeff{"a": "é雪"}\r\n\n{"a": 2}\n'.encode())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(data, encoding=locale, errors="surrogateescape"))
+    found = read_rows("-", 1, expanded=False)
+    assert [row["a"] for row in found.rows] == ["é雪", 2]
+    assert list(found.lines) == [1, 3]
+    assert not data.closed
+
+
+def test_standard_input_that_is_no_text_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = io.BytesIO(b'{"a": 1}\n{"a": "\xe9"}\n')
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(data, encoding="latin-1"))
+    with pytest.raises(RowError, match="standard input is no UTF-8 text"):
+        read_rows("-", 1, expanded=False)
