@@ -7,12 +7,13 @@ never sent, or a failed rollout could write to the terminal of whoever looks at 
 
 from __future__ import annotations
 
+import codecs
 import datetime
 import json
 import logging
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich import box
 from rich.console import Console
@@ -21,6 +22,8 @@ from rich.text import Text
 
 # All but line ends and tabs; also what turns the direction of writing, and halves of characters, which no stream takes.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
 def shown(text: str) -> str:
@@ -62,7 +65,18 @@ def say(text: str, style: str = "") -> None:
 
 def print_json(value: Any) -> None:
     """One JSON document to standard output, never wrapped."""
-    out.file.write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_json([json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)])
+
+
+def write_json(documents: Iterable[str]) -> None:
+    """JSON texts to standard output, where they are when it returns."""
+    # Not `sys.stdout`, in whose place a progress bar puts what prints to its own console, standard error.
+    stream = cast(TextIO, out.file)
+    # What the encoding lacks is escaped as Python writes it, and JSON knows no \xe9.
+    if codecs.lookup(stream.encoding).name != "utf-8":
+        documents = (_NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text) for text in documents)
+    stream.writelines(text + "\n" for text in documents)
+    stream.flush()
 
 
 def new_table(title: str, columns: Sequence[str], numbers: Iterable[str] = (), whole: Iterable[str] = ()) -> Table:

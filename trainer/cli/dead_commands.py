@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -18,7 +17,7 @@ from ...broker.keys import Keys
 from ...broker.settings import BrokerSettings
 from ...broker.wording import counted
 from .. import CompletedGroup, RolloutClient
-from .console import add_row, clock, new_table, out, print_json, say, show_table, size
+from .console import add_row, clock, new_table, out, print_json, say, show_table, size, write_json
 from .guard import FAILED
 from .result_lines import completed_lines, failed_lines, plain, to_json
 from .targets import AsJson, BrokerUrl, RunName, connected, observer_settings, on_run, the_run
@@ -90,8 +89,7 @@ def show_letter(
         print_json(_as_plain(found) | ({"rows_published": plain(kept)} if rows else {}))
         return
     _describe(found)
-    for row in kept:
-        sys.stdout.write(to_json(row) + "\n")
+    write_json(map(to_json, kept))
 
 
 def _describe(letter: DeadLetter) -> None:
@@ -199,9 +197,7 @@ async def _run_again(bus: RolloutClient, letter: DeadLetter, rows: list[dict[str
         say(f"group {letter.group_id} ({counted(len(rows), 'row')}) runs again as batch {batch.id}")
         async for outcome in batch:
             completed = isinstance(outcome, CompletedGroup)
-            lines = completed_lines(outcome) if isinstance(outcome, CompletedGroup) else failed_lines(outcome, rows)
-            sys.stdout.writelines(line + "\n" for line in lines)
-            sys.stdout.flush()
+            write_json(completed_lines(outcome) if isinstance(outcome, CompletedGroup) else failed_lines(outcome, rows))
             if not isinstance(outcome, CompletedGroup):
                 say(f"{outcome.type}: {outcome.message}", "red")
     return completed, batch.id

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ...broker.errors import ConfigError, RolloutBusError
+from .console import write_json
 
 STANDARD = "-"
 
@@ -68,7 +69,7 @@ def opened(results: str) -> Generator[WriteLines]:
     Raises `ResultsError` where the file takes no more. Errors of what is done meanwhile pass: many are `OSError` too.
     """
     if results == STANDARD:
-        yield lambda lines: _write(sys.stdout, lines)
+        yield write_json
         return
     with _told(results):
         # A lone surrogate, which UTF-8 cannot carry, then stands as the escape that JSON has for it.
@@ -76,18 +77,14 @@ def opened(results: str) -> Generator[WriteLines]:
 
     def write(lines: Iterable[str]) -> None:
         with _told(results):
-            _write(file, lines)
+            file.writelines(line + "\n" for line in lines)
+            file.flush()
 
     try:
         yield write
     finally:
         with _told(results):
             file.close()
-
-
-def _write(file: TextIO, lines: Iterable[str]) -> None:
-    file.writelines(line + "\n" for line in lines)
-    file.flush()
 
 
 @contextmanager

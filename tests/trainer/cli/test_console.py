@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import sys
 
 import pytest
+from rich.console import Console
+from rich.file_proxy import FileProxy
+from rich.progress import Progress
 from rolloutbus.broker.wording import counted
-from rolloutbus.trainer.cli.console import ShownFormatter, shown
+from rolloutbus.trainer.cli.console import ShownFormatter, print_json, shown
+from rolloutbus.trainer.cli.results_file import STANDARD, opened
 
 from .conftest import RUN, Stage, call
 
@@ -74,3 +80,30 @@ def test_json_keeps_what_it_was_given(stage: Stage) -> None:
     bury(stage)
     (letter,) = json.loads(call("dead", "list", "--json").out)["dead_letters"]
     assert letter["client"] == EVIL
+
+
+TEXT = "é 雪 🙂 \x85 half \udcff"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8", "UTF8", "utf-16-le"])
+def test_json_is_json_in_every_encoding(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    """What the encoding lacks came as Python's escapes, such as `\\xe9` and `\\U0001f642`, which JSON does not know."""
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding, "backslashreplace"))
+    print_json({"text": TEXT})
+    with opened(STANDARD) as write:
+        write([json.dumps({"text": TEXT}, ensure_ascii=False)])
+    document, line = written.getvalue().decode(encoding).removesuffix("\n").rsplit("\n", 1)
+    assert (json.loads(document), json.loads(line)) == ({"text": TEXT}, {"text": TEXT})
+    assert ("雪" in line) == (encoding in ("utf-8", "UTF8"))
+
+
+def test_results_beside_a_progress_bar_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rich puts something in the place of `sys.stdout` that prints to the bar's console; `--out - | jq` got nothing."""
+    terminal = Console(stderr=True, force_terminal=True)
+    with Progress(console=terminal), opened(STANDARD) as write:
+        assert isinstance(sys.stdout, FileProxy)
+        write(['{"text": "é"}'])
+    said = capsys.readouterr()
+    assert said.out == '{"text": "é"}\n'
+    assert "text" not in said.err
