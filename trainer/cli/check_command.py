@@ -159,9 +159,9 @@ def _check_rows(source: str | None, routes: Mapping[str, str] | None) -> str:
         check_rows(found.rows, 1)
     rows, is_or_are = counted(len(found.rows), "row"), "is" if len(found.rows) == 1 else "are"
     each = f"every one of {rows}" if found.rows[1:] else "its one row"
+    check_routes(found, routes)
     if routes is None:
         return f"The config is sound, and so {is_or_are} {rows}; routes are known only with --entries."
-    check_routes(found, routes)
     return f"The config is sound, and {each} has a shard that hosts its route."
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...broker.errors import ConfigError, RowError
 from ...broker.keys import ANY_ROUTE
+from ...producer import plan_groups
 from .console import say
 from .rows import FileRows
 
@@ -114,11 +115,15 @@ def hosted_routes(fleet: FleetConfig, hosted: Entries | None) -> Mapping[str, st
     return build_route_shard_map(hosted)
 
 
-def check_routes(found: FileRows, routes: Mapping[str, str] | None) -> None:
-    """Raise `RowError` for rows that nobody hosts; nothing where the routes are not known yet."""
+def check_routes(found: FileRows, routes: Mapping[str, str] | None, num_generations: int = 1) -> None:
+    """Raise `RowError` for rows without a route, groups that mix routes, and routes that nobody hosts.
+
+    The last only where it is known what is hosted; the others would be found once the fleet is up, half an hour later.
+    """
     from ...shard_workers import ShardSetupError, validate_dataset_routes
 
     with found.told_by_line():
+        plan_groups(found.rows, {ANY_ROUTE: ANY_ROUTE}, num_generations)
         try:
             validate_dataset_routes(routes, {found.name: found.rows})
         except ShardSetupError as error:

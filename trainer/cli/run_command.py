@@ -111,7 +111,8 @@ def run(
     with found.told_by_line():
         check_rows(found.rows, num_generations)
     check_writable(results, [config, rows, *config_files(known)])
-    check_routes(found if expanded else found.every(num_generations), check_before_start(known))
+    each, of_a_group = (found, num_generations) if expanded else (found.every(num_generations), 1)
+    check_routes(each, check_before_start(known), of_a_group)
     with (
         Interrupts("stopping, and cancelling what is out; once more to stop at once") as interrupts,
         broker_of(url) as used,

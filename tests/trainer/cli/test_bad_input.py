@@ -257,6 +257,36 @@ def test_a_route_that_the_only_shard_does_not_know_is_named_before_anything_star
     assert "'chess' in 1 row, first at rows.jsonl line 2" in said
 
 
+NO_ROUTE = '{"responses_create_params": {"input": "1+1?"}}'
+OTHER_ROUTE = GOOD_ROW.replace("arithmetic", "chess")
+
+
+@pytest.fixture(params=["any", "unknown"])
+def _hosting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    """An environment that hosts every route, or that tells only once it runs."""
+
+    def hosted(*_: object) -> dict[str, str] | None:
+        return {"*": "nemo_gym"} if request.param == "any" else None
+
+    for command in ("run_command.check_before_start", "check_command.hosted_routes"):
+        monkeypatch.setattr(f"rolloutbus.trainer.cli.{command}", hosted)
+
+
+@pytest.mark.usefixtures("_hosting")
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_a_row_without_a_route_is_named_before_anything_starts(command: str) -> None:
+    """Where it is not known what is hosted, the rows were not looked at before the fleet was up."""
+    Path("rows.jsonl").write_text(f"{GOOD_ROW}\n\n{NO_ROUTE}\n")
+    said = run_says() if command == "run" else call("check", "-c", "good.yaml", "-r", "rows.jsonl", code=2).said
+    assert "rows.jsonl line 3: the row has no route" in said
+
+
+@pytest.mark.usefixtures("_hosting")
+def test_a_group_that_mixes_routes_is_named_before_anything_starts() -> None:
+    Path("rows.jsonl").write_text(f"{GOOD_ROW}\n{GOOD_ROW}\n\n{GOOD_ROW}\n{OTHER_ROUTE}\n")
+    assert "the group that begins at rows.jsonl line 4 mixes routes: arithmetic, chess" in run_says("--expanded")
+
+
 def test_check_names_rows_that_nobody_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])
     rows = '{"responses_create_params": {}, "agent_ref": {"name": "arithmetik"}}\n'
