@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import secrets
 from collections.abc import Sequence
@@ -12,13 +11,22 @@ import typer
 
 from ...broker.channel import Link
 from ...broker.dead_letters import DeadLetter, drop_dead_letters, find_dead_letter, read_dead_letters, read_rows
-from ...broker.errors import ConfigError, UnknownBatchError
+from ...broker.errors import (
+    BatchError,
+    ConfigError,
+    DecodeError,
+    EncodeError,
+    RowError,
+    RowTypeError,
+    UnknownBatchError,
+)
 from ...broker.keys import Keys
 from ...broker.settings import BrokerSettings
 from ...broker.wording import counted
 from .. import CompletedGroup, RolloutClient
 from .console import add_row, clock, new_table, out, print_json, say, show_table, size, write_json
 from .guard import FAILED
+from .interrupts import Interrupts
 from .result_lines import completed_lines, failed_lines, plain, to_json
 from .targets import AsJson, BrokerUrl, RunName, connected, observer_settings, on_run, the_run
 
@@ -26,6 +34,8 @@ _COLUMNS = ("id", "buried UTC", "group", "route", "rows", "failure")
 _FLEET_WAIT_S = 5.0
 # What the worker stamps into a row; it belongs to one attempt.
 _GROUP_ID = "_group_id"
+# No rows, rows of another's making, a route that nobody hosts, a batch that somebody cancelled.
+_OF_ONE_LETTER = (DecodeError, RowError, RowTypeError, EncodeError, BatchError)
 
 Names = Annotated[
     list[str] | None,
@@ -149,35 +159,47 @@ def replay(
     broker_url: BrokerUrl = None,
     run: RunName = None,
 ) -> None:
-    """Run dead groups again, each as a batch of its own on the running fleet, and print what comes back as JSON lines.
+    """Run dead groups again, each as a batch of its own on the running fleet, and print what comes back as JSON lines,
+    each with the `group_id` that `dead list` shows.
 
-    Exit code 1 when a group fails again; its new dead letter takes the old one's place. The trainer that published it
-    hears nothing of this.
+    Exit code 1 when a group fails again, and its new dead letter takes the old one's place, or cannot run at all: its
+    rows are not kept, or nobody hosts its route. The trainer that published it hears nothing of this.
 
     Example: rolloutbus dead replay 1764444000000-0 --drop
     """
     settings = observer_settings(broker_url)
-    failed = asyncio.run(_replay(settings, run, names, everything, drop_replayed))
+    with Interrupts("stopping, and cancelling what is out; once more to stop at once") as interrupts:
+        failed, unable = interrupts.run(lambda: _replay(settings, run, names, everything, drop_replayed))
     if failed:
         say(f"{counted(failed, 'group')} failed again", "red")
+    if unable:
+        say(f"{counted(unable, 'group')} cannot run again; `rolloutbus dead drop` deletes their letters", "red")
+    if failed or unable:
         raise typer.Exit(FAILED)
 
 
 async def _replay(
     settings: BrokerSettings, run: str | None, names: Sequence[str] | None, everything: bool, drop_replayed: bool
-) -> int:
-    failed = 0
+) -> tuple[int, int]:
+    """How many groups failed again, and how many could not run."""
+    failed = unable = 0
     async with connected(settings) as link:
         keys = await the_run(link, run)
         letters = await _chosen(link, keys, names, everything)
         client = f"replay-{secrets.token_hex(4)}"
         async with RolloutClient.connect(settings.url, run=keys.run, client=client, fleet_wait_s=_FLEET_WAIT_S) as bus:
             for letter in letters:
-                completed, batch = await _run_again(bus, letter, await read_rows(link, keys, letter))
+                try:
+                    completed, batch = await _run_again(bus, letter, await read_rows(link, keys, letter))
+                except _OF_ONE_LETTER as error:
+                    # The others can run all the same, and one that never can is among the oldest every time.
+                    say(f"letter {letter.entry} (group {letter.group_id}): {error}", "red")
+                    unable += 1
+                    continue
                 failed += not completed
                 if drop_replayed if completed else await _is_buried(link, keys, batch):
                     await drop_dead_letters(link, keys, [letter.entry])
-    return failed
+    return failed, unable
 
 
 async def _is_buried(link: Link, keys: Keys, batch: str) -> bool:
@@ -197,7 +219,12 @@ async def _run_again(bus: RolloutClient, letter: DeadLetter, rows: list[dict[str
         say(f"group {letter.group_id} ({counted(len(rows), 'row')}) runs again as batch {batch.id}")
         async for outcome in batch:
             completed = isinstance(outcome, CompletedGroup)
-            write_json(completed_lines(outcome) if isinstance(outcome, CompletedGroup) else failed_lines(outcome, rows))
+            group = {"group_id": letter.group_id}
+            write_json(
+                completed_lines(outcome, **group)
+                if isinstance(outcome, CompletedGroup)
+                else failed_lines(outcome, rows, **group)
+            )
             if not isinstance(outcome, CompletedGroup):
                 say(f"{outcome.type}: {outcome.message}", "red")
     return completed, batch.id

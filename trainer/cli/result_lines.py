@@ -18,11 +18,12 @@ from ...collector import CompletedGroup, GroupFailure
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
-def completed_lines(group: CompletedGroup) -> Iterator[str]:
-    """One line per row of the group, in input order."""
+def completed_lines(group: CompletedGroup, **marks: str) -> Iterator[str]:
+    """One line per row of the group, in input order; `marks` begin each."""
     for row, result, origin in zip(group.rows, group.results, group.origins, strict=True):
         yield to_json(
             {
+                **marks,
                 **_identity(row),
                 "reward": reward_of(result),
                 "instance": origin.instance,
@@ -32,7 +33,7 @@ def completed_lines(group: CompletedGroup) -> Iterator[str]:
         )
 
 
-def failed_lines(failure: GroupFailure, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def failed_lines(failure: GroupFailure, rows: Sequence[Mapping[str, Any]], **marks: str) -> Iterator[str]:
     """One line per row of the failed group; `rows` are the batch's."""
     why = {
         "class": failure.failure_class, "type": failure.type, "message": failure.message,
@@ -46,7 +47,7 @@ def failed_lines(failure: GroupFailure, rows: Sequence[Mapping[str, Any]]) -> It
             "result": None,
             "failure": why,
         }
-        yield to_json({**_identity(rows[index]), **ends})
+        yield to_json({**marks, **_identity(rows[index]), **ends})
 
 
 def reward_of(result: Any) -> float | None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
-from .conftest import ROUTE, SHARD, Stage, call, rows_of, take
+from rolloutbus.broker.codec import encode_rows
+
+from .conftest import ROUTE, SHARD, Row, Stage, call, comes_true, rows_of, take
 
 
 def bury(stage: Stage, *deeds: str) -> list[str]:
@@ -56,6 +61,48 @@ def test_replay_runs_the_group_again_and_prints_what_comes_back(stage: Stage) ->
     lines = [json.loads(line) for line in call("dead", "replay", again, "--drop").out.splitlines()]
     assert [(line["_rowidx"], line["reward"], line["instance"]) for line in lines] == [(0, 1.0, SHARD), (1, 1.0, SHARD)]
     assert call("dead", "list", "--json").json["dead_letters"] == []
+
+
+def letter_of(stage: Stage, rows: list[Row], **fields: str) -> str:
+    """A letter as the broker would bury it; where it lies."""
+    payload = b"".join(bytes(part) for part in encode_rows(rows, first_row=0))
+    words = {"batch": "b", "group": "0", "rows": str(len(rows)), "reason": "failed", **fields, "payload": payload}
+    return str(stage.redis.xadd(stage.keys.dead, words))
+
+
+def test_replay_goes_on_past_letters_that_cannot_run(stage: Stage) -> None:
+    """The first of them ended it, and being among the oldest did so every time."""
+    elsewhere = [{**row, "agent_ref": {"name": "chess"}} for row in rows_of("ok")]
+    letters = [
+        str(stage.redis.xadd(stage.keys.dead, {"batch": "b", "group": "0", "reason": "failed"})),
+        str(stage.redis.xadd(stage.keys.dead, {"reason": "foreign", "detail": "?", "payload": b"\xc1"})),
+        letter_of(stage, elsewhere),
+        letter_of(stage, [{"no": "row"}]),
+        letter_of(stage, rows_of("ok"), batch="c", group="7"),
+    ]
+    stage.instance()
+    answer = call("dead", "replay", "--all", "--drop", code=1)
+    lines = [json.loads(line) for line in answer.out.splitlines()]
+    assert [(line["group_id"], line["_rowidx"], line["reward"]) for line in lines] == [("c:7", 0, 1.0), ("c:7", 1, 1.0)]
+    assert "no shard hosts the route 'chess'" in answer.said
+    assert "4 groups cannot run again; `rolloutbus dead drop`" in answer.said
+    assert "failed again" not in answer.said
+    assert [letter["id"] for letter in call("dead", "list", "--json").json["dead_letters"]] == letters[:4]
+
+
+def test_sigterm_leaves_no_batch_of_a_replay_running(stage: Stage) -> None:
+    letter = letter_of(stage, rows_of("wait"))
+    stage.instance()
+
+    def end() -> None:
+        comes_true(lambda: "taken" in str(stage.redis.xrange(stage.keys.events)))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as other:
+        ended = other.submit(end)
+        assert "stopping, and cancelling what is out" in call("dead", "replay", letter, code=143).said
+        ended.result()
+    assert call("status", "--json").json["runs"][0]["batches"] == []
 
 
 def test_drop_deletes_the_named_or_all(stage: Stage) -> None:
