@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-import yaml
+from omegaconf import OmegaConf
 from rich.markup import escape
 from rich.table import Table
 
@@ -17,10 +17,11 @@ from ...broker.errors import ConfigError
 from ...broker.shard_records import instance_labels
 from ...broker.wording import counted
 from ...producer import check_rows
-from .config import ROOTS, ConfigPath, Overrides, load_config
+from ...shard_workers.yaml_files import load_yaml
+from .config import ROOTS, ConfigPath, Overrides, load_config, with_address
 from .console import add_row, new_table, out, print_json, say, show_table
 from .environment_check import Entries, check_environment, check_routes, entries_of_functions, hosted_routes, route_map
-from .fleet_commands import Address, with_address
+from .fleet_commands import Address
 from .rows import read_rows
 from .targets import AsJson
 
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
     from ...shard_workers.plan_spec import ShardSpec
 
 _LOG_DIR = "nemo_gym_log_dir"
-# A help text is markup, which would swallow the brackets.
-_ENTRIES_SHAPE = escape("{shard: {entry: [server types]}}")
+_ENTRIES_SHAPE = "{shard: {entry: [server types]}}"
 
 RowsOption = Annotated[
     str | None,
@@ -42,7 +42,8 @@ EntriesOption = Annotated[
     Path | None,
     typer.Option(
         "--entries", metavar="F", show_default=False,
-        help=f"JSON or YAML of what the shards host, {_ENTRIES_SHAPE}, as running stacks report it.",
+        # A help text is markup, which would swallow the brackets.
+        help=f"JSON or YAML of what the shards host, {escape(_ENTRIES_SHAPE)}, as running stacks report it.",
     ),
 ]  # fmt: skip
 
@@ -107,19 +108,9 @@ def check(
 
 def _read_entries(path: Path, fleet: FleetConfig) -> Entries:
     """What `--entries` says, checked as far as it is ours."""
-    try:
-        said: object = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no entries file {path}") from None
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line} is neither JSON nor YAML: {error.problem}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    if not isinstance(said, dict) or not all(
-        isinstance(value, dict) for value in cast("dict[str, Any]", said).values()
-    ):
-        raise ConfigError(f"{path} must map each shard to its entries: {{shard: {{entry: [server types]}}}}")
+    said = OmegaConf.to_container(load_yaml(path, _ENTRIES_SHAPE, key="--entries"), resolve=False)
+    if not all(isinstance(value, dict) for value in cast("dict[str, Any]", said).values()):
+        raise ConfigError(f"{path} must map each shard to its entries: {_ENTRIES_SHAPE}")
     hosted = cast(Entries, said)
     for shard in hosted:
         fleet.shard(shard)

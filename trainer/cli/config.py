@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -20,6 +20,7 @@ from ...shard_workers.yaml_files import load_yaml
 
 URL_KEY = "rolloutbus.broker.url"
 RUN_KEY = "rolloutbus.run"
+_ADDRESS_KEY = "rolloutbus.fleet.address"
 CONFIG_DIR_KEY = "config_dir"
 ROOTS = ("rolloutbus", "env")
 # What people write without what it stands below.
@@ -77,10 +78,20 @@ def configured_url(root: DictConfig, given: str | None) -> str | None:
 
 def with_target(root: DictConfig, url: str | None, run: str | None) -> DictConfig:
     """A copy of the config in which broker and run are those of the command."""
+    return _with(root, {URL_KEY: url, RUN_KEY: run})
+
+
+def with_address(root: DictConfig, address: str | None) -> DictConfig:
+    """A copy of the config with the cluster of `--address` in it, where that was said."""
+    return _with(root, {_ADDRESS_KEY: address})
+
+
+def _with(root: DictConfig, given: Mapping[str, str | None]) -> DictConfig:
+    """What options say goes in as it is: an address in brackets is no list of YAML's."""
     copy = cast(
         DictConfig, OmegaConf.create(OmegaConf.to_container(root, resolve=False), flags={"allow_objects": True})
     )  # pyright: ignore[reportArgumentType, reportUnknownMemberType]
-    for key, value in ((URL_KEY, url), (RUN_KEY, run)):
+    for key, value in given.items():
         if value is not None:
             _set(copy, key, value, f"{key}={value}")
     return copy
@@ -159,16 +170,18 @@ def _set(root: DictConfig, key: str, value: Any, said: str) -> None:
     try:
         OmegaConf.update(root, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, AssertionError, IndexError, TypeError, ValueError) as error:
-        why = _short_list(root, key) or _why(error, said)
+        why = _wrong_list(root, key) or _why(error, said)
         raise ConfigError(f"override {_shown(said)!r} cannot be put into the config: {why}") from None
 
 
-def _short_list(root: DictConfig, key: str) -> str:
-    """Which list on the way of `key` is too short for it; nothing where none is."""
+def _wrong_list(root: DictConfig, key: str) -> str:
+    """Which list on the way of `key` is too short for it, or should be none; nothing where there is no such list."""
     node: Any = root
     parts = re.findall(r"[^.\[\]]+", key)
     for at, part in enumerate(parts):
-        if isinstance(node, ListConfig) and part.isdecimal() and int(part) >= len(node):
+        if isinstance(node, ListConfig) and not part.isdecimal():
+            return f"{'.'.join(parts[:at])} is a list, and {part!r} is no index"
+        if isinstance(node, ListConfig) and int(part) >= len(node):
             there = f"{counted(len(node), 'entry', 'entries')}" + (f", from 0 to {len(node) - 1}" if node[1:] else "")
             return f"{'.'.join(parts[:at])} has {there}"
         node = _select(root, ".".join(parts[: at + 1]))

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from ...broker.channel import Link
 from ...broker.embedded import EmbeddedBroker
@@ -17,7 +17,7 @@ from ...broker.fleet_transitions import request_drain, request_scale, require_fr
 from ...broker.keys import Keys
 from ...broker.settings import redacted
 from ...broker.wording import counted
-from .config import ConfigPath, ConfiguredRun, Overrides, configured_url, load_config, with_target
+from .config import ConfigPath, ConfiguredRun, Overrides, configured_url, load_config, with_address, with_target
 from .console import out, print_json, say
 from .environment_check import check_before_start
 from .interrupts import Interrupts
@@ -26,8 +26,6 @@ from .targets import AsJson, BrokerUrl, RunName, observer_settings, on_broker, o
 
 if TYPE_CHECKING:
     from ...shard_workers.fleet import ShardFleet
-
-_ADDRESS_KEY = "rolloutbus.fleet.address"
 
 Address = Annotated[
     str | None,
@@ -39,15 +37,6 @@ Replace = Annotated[
     bool,
     typer.Option("--replace", help="Take the run from a fleet that has it, once this one is up.", show_default=False),
 ]
-
-
-def with_address(root: DictConfig, address: str | None) -> DictConfig:
-    """The config with the cluster of `--address` in it, where that was said."""
-    if address is None:
-        return root
-    merged = OmegaConf.merge(root, OmegaConf.from_dotlist([f"{_ADDRESS_KEY}={address}"]))
-    assert isinstance(merged, DictConfig)
-    return merged
 
 
 @contextmanager

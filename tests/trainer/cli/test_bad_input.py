@@ -371,6 +371,35 @@ def test_the_plan_shows_no_ports_for_what_opens_none(monkeypatch: pytest.MonkeyP
     assert ports == {"functions": ["-", "-", "-"], "nemo_gym": ["21000-21049", "21050-21099", "21400-21449"]}
 
 
+@pytest.mark.parametrize("address", ["[::1]:1", "{a", "127.0.0.1:1"])
+def test_an_address_is_taken_as_it_is_given(address: str) -> None:
+    """It was read as YAML, and one in brackets showed a stack."""
+    assert "sound" in call("check", "-c", "good.yaml", "--address", address).out
+
+
+def test_settings_that_are_a_list_are_named_beside_an_address() -> None:
+    """It was a stack of the library that reads configs."""
+    Path("broken.yaml").write_text(GOOD_CONFIG.replace("rolloutbus:\n  environment: functions", "rolloutbus: [1]"))
+    said = call("check", "-c", "broken.yaml", "--address", "auto", code=2).said
+    assert "cannot be put into the config: rolloutbus is a list, and 'fleet' is no index" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a\x01: {}", "e.yaml cannot be read as a config: unacceptable character"),
+        ("nemo_gym:\n  {a: ]", "e.yaml, line 2 is no valid YAML"),
+        ("[1]", "e.yaml holds a list; its top level must be a mapping {shard: {entry: [server types]}}"),
+        ("nemo_gym: 1", "e.yaml must map each shard to its entries: {shard: {entry: [server types]}}"),
+        ("{}", "e.yaml says nothing of shard 'nemo_gym'"),
+    ],
+)
+def test_entries_that_are_none_are_named_with_their_place(text: str, expected: str) -> None:
+    Path("e.yaml").write_text(text)
+    assert expected in call("check", "-c", "good.yaml", "--entries", "e.yaml", code=2).said
+    assert "--entries: there is no config file" in call("check", "-c", "good.yaml", "--entries", "x", code=2).said
+
+
 def test_unknown_persistence_and_role_are_named() -> None:
     assert "--persistence 'sometimes' is not known" in call("broker", "--persistence", "sometimes", code=2).said
     assert "--role 'king' is not known" in call("acl", "--role", "king", code=2).said
