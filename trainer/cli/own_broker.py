@@ -8,12 +8,12 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 from ...broker.channel import Link
-from ...broker.client_transitions import cancel_batch
 from ...broker.errors import RolloutBusError, UnknownBatchError
 from ...broker.inspection import inspect_run
 from ...broker.keys import Keys
 from ...broker.wording import counted
 from .console import say
+from .status_command import end_batch
 from .targets import on_broker
 
 REASON = "`rolloutbus up` ended, and its own broker with it"
@@ -64,11 +64,8 @@ async def _are_gone(link: Link, keys: Sequence[str], patience_s: float) -> bool:
 
 async def _cancelled(link: Link, keys: Keys, batch: str) -> bool:
     """Whether it was still there."""
-    client, shards = (await link.run([("HMGET", keys.batch(batch), "client", "shards")]))[0]
-    if client is None:
-        return False
     try:
-        await cancel_batch(link, keys, batch, client.decode(), (shards or b"").decode().split(), REASON)
+        await end_batch(link, keys, batch, REASON)
     except UnknownBatchError:
         return False
     return True

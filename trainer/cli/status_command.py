@@ -146,14 +146,17 @@ def cancel(
     Example: rolloutbus cancel 4f1c0a9be210 --reason "wrong checkpoint"
     """
 
-    async def stop(link: Link, keys: Keys) -> int:
-        client, shards = (await ask(link, [("HMGET", keys.batch(batch), "client", "shards")]))[0]
-        if client is None:
-            raise UnknownBatchError(f"run {keys.run!r} has no open batch {batch!r}; see `rolloutbus status`")
-        return await cancel_batch(link, keys, batch, client.decode(), shards.decode().split(), reason)
-
-    stopped = on_run(broker_url, run, stop)
+    stopped = on_run(broker_url, run, lambda link, keys: end_batch(link, keys, batch, reason))
     if as_json:
         print_json({"batch": batch, "cancelled_groups": stopped})
     else:
         out.print(f"batch {batch}: {counted(stopped, 'group')} cancelled")
+
+
+async def end_batch(link: Link, keys: Keys, batch: str, reason: str) -> int:
+    """Cancel whoever's batch; how many groups that stopped. Raises `UnknownBatchError`."""
+    client, shards = (await ask(link, [("HMGET", keys.batch(batch), "client", "shards")]))[0]
+    if client is None:
+        raise UnknownBatchError(f"run {keys.run!r} has no open batch {batch!r}; see `rolloutbus status`")
+    # A record that somebody tampered with may lack any field.
+    return await cancel_batch(link, keys, batch, client.decode(), (shards or b"").decode().split(), reason)

@@ -134,3 +134,10 @@ def test_cancel_ends_the_batch_and_tells_its_client(stage: Stage) -> None:
 
 def test_cancelling_what_is_not_there_is_an_error(stage: Stage) -> None:
     assert "no open batch 'nope'" in call("cancel", "nope", code=1).said
+
+
+def test_a_batch_whose_record_lacks_its_shards_can_be_cancelled(stage: Stage) -> None:
+    """It was a stack, and `status` shows such a batch."""
+    stage.redis.hset(stage.keys.batch("odd"), mapping={"client": "c", "state": "open", "groups": "1"})
+    assert call("cancel", "odd", "--run", RUN).out == "batch odd: 0 groups cancelled\n"
+    assert stage.redis.hget(stage.keys.batch("odd"), "state") == "closed"
