@@ -86,6 +86,9 @@ class Interrupts:
         try:
             return asyncio.run(attached())
         except asyncio.CancelledError:
+            # Something else than a signal cancelled it, and exit code 0 would say that all is well.
+            if not self._code:
+                raise
             raise KeyboardInterrupt(self._code) from None
 
     def wait(self, look: Callable[[], object], every_s: float = 1.0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -65,3 +66,24 @@ def test_outside_the_main_thread_nothing_is_patched() -> None:
 
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(hold).result(10) is signal.signal
+
+
+async def cancels_itself(number: signal.Signals | None) -> None:
+    if number is not None:
+        os.kill(os.getpid(), number)
+        await asyncio.Event().wait()
+    raise asyncio.CancelledError
+
+
+def run(number: signal.Signals | None) -> None:
+    with Interrupts() as interrupts:
+        interrupts.run(lambda: cancels_itself(number))
+
+
+def test_work_that_no_signal_cancelled_is_no_interrupt_with_code_0() -> None:
+    """The command ended as if all were well, with its job unfinished."""
+    with pytest.raises(asyncio.CancelledError):
+        run(None)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        run(signal.SIGTERM)
+    assert raised.value.args == (143,)
