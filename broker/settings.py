@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Final, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -19,6 +19,9 @@ from .wording import did_you_mean
 Model = TypeVar("Model", bound=BaseModel)
 
 MEBIBYTE = 1 << 20
+# Ten years. Infinity would be no JSON, and times far beyond are no expiry that a server takes.
+LONGEST_S: Final = 10 * 365 * 86400
+Seconds: TypeAlias = Annotated[float, Field(le=LONGEST_S, allow_inf_nan=False)]
 
 
 class BrokerSettings(BaseModel):
@@ -27,24 +30,24 @@ class BrokerSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     url: str = Field(default="redis://127.0.0.1:6379/0", repr=False)
-    connect_timeout_s: float = Field(default=5.0, gt=0)
-    command_timeout_s: float = Field(default=15.0, gt=0)
+    connect_timeout_s: Seconds = Field(default=5.0, gt=0)
+    command_timeout_s: Seconds = Field(default=15.0, gt=0)
     # Long enough for a broker's restart with a large append-only file, short enough that nobody sleeps through it.
-    reconnect_timeout_s: float = Field(default=300.0, gt=0)
-    block_s: float = Field(default=5.0, gt=0)
-    lease_s: float = Field(default=30.0, gt=0)
-    renew_every_s: float = Field(default=1.0, gt=0)
-    abandon_after_s: float = Field(default=600.0, gt=0)
-    no_instance_timeout_s: float = Field(default=600.0, gt=0)
+    reconnect_timeout_s: Seconds = Field(default=300.0, gt=0)
+    block_s: Seconds = Field(default=5.0, gt=0)
+    lease_s: Seconds = Field(default=30.0, gt=0)
+    renew_every_s: Seconds = Field(default=1.0, gt=0)
+    abandon_after_s: Seconds = Field(default=600.0, gt=0)
+    no_instance_timeout_s: Seconds = Field(default=600.0, gt=0)
     # Must outlive every absence after which work still goes on: abandon_after_s and a night's partition.
-    key_ttl_s: float = Field(default=7200.0, gt=0)
+    key_ttl_s: Seconds = Field(default=7200.0, gt=0)
     # The protocol's own limit on one value is 512 MiB; half of it leaves room for the rest of the entry.
     max_payload_bytes: int = Field(default=256 * MEBIBYTE, gt=0)
     max_queued_bytes: int = Field(default=256 * MEBIBYTE, gt=0)
     max_unread_bytes: int = Field(default=256 * MEBIBYTE, gt=0)
     memory_high_ratio: float = Field(default=0.7, gt=0, le=1)
-    stall_warning_s: float = Field(default=60.0, gt=0)
-    sweep_every_s: float = Field(default=5.0, gt=0)
+    stall_warning_s: Seconds = Field(default=60.0, gt=0)
+    sweep_every_s: Seconds = Field(default=5.0, gt=0)
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:

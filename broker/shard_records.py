@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from .settings import Seconds
+
 
 class ShardRecord(BaseModel):
     """One field of the `shards` hash, as JSON. Written by the fleet, read by producers, workers, collectors and
@@ -18,7 +20,7 @@ class ShardRecord(BaseModel):
     slots: int = Field(default=64, ge=1)
     commit: Literal["row", "group"] = "row"
     rerun: Literal["group", "missing"] = "group"
-    group_timeout_s: float = Field(default=3600.0, gt=0)
+    group_timeout_s: Seconds = Field(default=3600.0, gt=0)
     entries: dict[str, list[str]] = Field(default_factory=dict)
     # Instances by name: after scaling and draining they need not be 0 … replicas-1.
     labels: list[str] = Field(default_factory=list)

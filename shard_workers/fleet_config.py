@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..broker.errors import ConfigError
 from ..broker.keys import UNSHARDED_SHARD, Keys
-from ..broker.settings import BrokerSettings, broker_url, settings_from
+from ..broker.settings import BrokerSettings, Seconds, broker_url, settings_from
 from ..broker.wording import did_you_mean
 from .gym_config import GymConfig, find_gym_config_entries
 from .overlay import apply_shard_log_dir, apply_shard_overlay
@@ -50,18 +50,18 @@ class FleetSettings(BaseModel):
     # An existing Ray cluster to join; none means the one this process is connected to, RAY_ADDRESS, or a local one.
     address: str | None = None
     actor_cpus: float = Field(default=8.0, gt=0, allow_inf_nan=False)
-    placement_timeout_s: float = Field(default=180.0, gt=0)
-    startup_timeout_s: float = Field(default=1800.0, gt=0)
-    stop_timeout_s: float = Field(default=30.0, gt=0)
+    placement_timeout_s: Seconds = Field(default=180.0, gt=0)
+    startup_timeout_s: Seconds = Field(default=1800.0, gt=0)
+    stop_timeout_s: Seconds = Field(default=30.0, gt=0)
     # Per instance and hour; one more and it is given up.
     max_restarts: int = Field(default=5, ge=0)
-    restart_backoff_s: float = Field(default=1.0, ge=0)
-    restart_backoff_max_s: float = Field(default=60.0, ge=0)
-    health_timeout_s: float = Field(default=30.0, gt=0)
+    restart_backoff_s: Seconds = Field(default=1.0, ge=0)
+    restart_backoff_max_s: Seconds = Field(default=60.0, ge=0)
+    health_timeout_s: Seconds = Field(default=30.0, gt=0)
     health_failures: int = Field(default=3, ge=1)
     # An environment may keep its event loop busy for long (a verifier in pure Python); only beyond this it counts as
     # stuck.
-    blocked_timeout_s: float = Field(default=600.0, gt=0)
+    blocked_timeout_s: Seconds = Field(default=600.0, gt=0)
     # Where stacks share nodes: what is left of a shard's range is room for replicas that are added later.
     ports_per_replica: int = Field(default=50, ge=1)
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
 from ...broker.errors import ConfigError, RolloutBusError
-from ...broker.settings import settings_from
+from ...broker.settings import Seconds, settings_from
 from .offline import OfflinePolicy
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class PolicySettings(BaseModel):
     base_url: Annotated[list[str], BeforeValidator(_as_list), AfterValidator(_http_only)] = []
     model: str = ""
     api_key: SecretStr | None = None
-    timeout_s: float = Field(REQUEST_TIMEOUT_S, gt=0, allow_inf_nan=False)
+    timeout_s: Seconds = Field(REQUEST_TIMEOUT_S, gt=0)
 
 
 class OpenAIPolicy:

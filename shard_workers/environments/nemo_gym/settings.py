@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from pydantic import BaseModel, ConfigDict, Field
 
 from ....broker.errors import ConfigError
-from ....broker.settings import settings_from
+from ....broker.settings import Seconds, settings_from
 from .errors import GroupSizeError
 
 PREFIX = "rolloutbus_"
@@ -28,13 +28,13 @@ class GymSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     # Gym itself waits for ever for a model that does not answer.
-    row_timeout_s: float = Field(default=1800.0, gt=0)
+    row_timeout_s: Seconds = Field(default=1800.0, gt=0)
     # What the trainer's batches have; checked against verifiers that compare siblings when the stack starts.
     num_generations: int | None = Field(default=None, ge=1)
     # Run every server in the worker's own virtual environment, instead of one that Gym builds for each through uv.
     one_venv: bool = False
     # How long servers may take to end by themselves before they are killed.
-    stop_grace_s: float = Field(default=3.0, ge=0)
+    stop_grace_s: Seconds = Field(default=3.0, ge=0)
 
 
 class Verifier(NamedTuple):
