@@ -9,7 +9,7 @@ import asyncio
 import ssl
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from .errors import (
     BrokerAuthError,
@@ -21,6 +21,7 @@ from .errors import (
 )
 from .settings import redacted
 from .sockets import SocketTransport, connect_socket
+from .wording import did_you_mean
 
 if TYPE_CHECKING:
     from .channel import Channel
@@ -32,6 +33,8 @@ NOT_READY = (
     "LOADING", "MASTERDOWN", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "BUSY ", "MISCONF", "NOREPLICAS",
     "ERR max number of clients",
 )  # fmt: skip
+_TLS_KEYS = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs"})
+_QUERY_KEYS = frozenset({"db", "password"}) | _TLS_KEYS
 _NOT_ALLOWED = ("WRONGPASS", "NOAUTH", "NOPERM", "ERR invalid password", "ERR Client sent AUTH")
 
 
@@ -61,13 +64,14 @@ class Address:
 def parse_address(url: str) -> Address:
     """Split a broker URL; raises `ConfigError` for what is none.
 
-    Query keys: `db`, `password`, `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_cert_reqs`.
+    Query keys: `db`, `password`, and under `rediss://` also `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile` and
+    `ssl_cert_reqs` (`required` or `none`).
     """
     try:
         parts = urlsplit(url)
     except ValueError as error:
         raise ConfigError(f"broker url {redacted(url)!r}: {error}") from None
-    query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+    query = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
     if parts.scheme not in ("redis", "rediss", "unix"):
         raise ConfigError(f"broker url {redacted(url)!r}: the scheme must be redis://, rediss:// or unix://")
     if parts.scheme == "unix" and not parts.path:
@@ -80,22 +84,45 @@ def parse_address(url: str) -> Address:
             f"broker url {redacted(url)!r}: port and database must be numbers, "
             "and special characters in a password escaped (%2F for /)"
         ) from None
+    _refuse_what_would_be_ignored(parts, query)
     return Address(
         host=parts.hostname or "127.0.0.1",
         port=port,
         path=unquote(parts.path) if parts.scheme == "unix" else None,
         username=unquote(parts.username or ""),
-        password=unquote(parts.password) if parts.password is not None else query.get("password"),
+        password=unquote(parts.password) if parts.password is not None else query.get("password") or None,
         database=database,
         tls=_tls_context(query) if parts.scheme == "rediss" else None,
     )
 
 
+def _refuse_what_would_be_ignored(parts: SplitResult, query: dict[str, str]) -> None:
+    """Whoever asks for TLS in words that nobody reads would speak in plain text. No message shows a value."""
+    unknown = sorted(query.keys() - _QUERY_KEYS)
+    # Parts of a password whose ? or # is not escaped.
+    if parts.fragment or (unknown and "@" in parts.query):
+        raise ConfigError("broker url: special characters in it must be escaped (%23 for #, %3F for ?)")
+    if unknown:
+        key, known = unknown[0], sorted(_QUERY_KEYS)
+        raise ConfigError(
+            f"broker url: {key!r} is no key of its query{did_you_mean(key, known)}; known are {', '.join(known)}"
+        )
+    if parts.scheme == "unix" and parts.hostname:
+        raise ConfigError("broker url: unix:// names a socket and no host; write three slashes, unix:///path/to/socket")
+    tls = sorted(query.keys() & _TLS_KEYS)
+    if tls and parts.scheme != "rediss":
+        raise ConfigError(f"broker url: {tls[0]} is for TLS, which {parts.scheme}:// does not speak; use rediss://")
+    if query.get("ssl_cert_reqs", "required") not in ("required", "none"):
+        raise ConfigError("broker url: ssl_cert_reqs must be required or none")
+    if "ssl_keyfile" in query and "ssl_certfile" not in query:
+        raise ConfigError("broker url: ssl_keyfile needs ssl_certfile beside it")
+
+
 def _tls_context(query: dict[str, str]) -> ssl.SSLContext:
     try:
-        context = ssl.create_default_context(cafile=query.get("ssl_ca_certs"))
+        context = ssl.create_default_context(cafile=query.get("ssl_ca_certs") or None)
         if query.get("ssl_certfile"):
-            context.load_cert_chain(query["ssl_certfile"], query.get("ssl_keyfile"))
+            context.load_cert_chain(query["ssl_certfile"], query.get("ssl_keyfile") or None)
     except OSError as error:
         raise ConfigError(
             f"broker url: its TLS files cannot be read ({error}); check ssl_ca_certs, ssl_certfile, ssl_keyfile"

@@ -81,6 +81,22 @@ def test_an_ipv6_address():
         ("redis://:secret@[::1", "Invalid IPv6"),
         ("unix://:secret@", "names no socket"),
         ("rediss://:secret@host?ssl_ca_certs=/no/such/file", "TLS files cannot be read"),
+        ("redis://:secret@host?ssl=true&ssl_ca_certs=/a", "'ssl' is no key of its query; known are db, password, ssl_"),
+        ("rediss://:secret@host?ssl_check_hostname=false", "'ssl_check_hostname' is no key of its query"),
+        ("rediss://host?pasword=secret", "'pasword' is no key of its query .did you mean 'password'"),
+        ("redis://host?ssl_ca_cert=/secret", "did you mean 'ssl_ca_certs'"),
+        ("redis://host?ssl=", "'ssl' is no key"),
+        (
+            "redis://:secret@host?ssl_ca_certs=/a",
+            "ssl_ca_certs is for TLS, which redis:// does not speak; use rediss://",
+        ),
+        ("unix://:secret@/tmp/sock?ssl_cert_reqs=none", "ssl_cert_reqs is for TLS, which unix:// does not speak"),
+        ("rediss://:secret@host?ssl_cert_reqs=optional", "ssl_cert_reqs must be required or none"),
+        ("rediss://:secret@host?ssl_keyfile=/a", "ssl_keyfile needs ssl_certfile"),
+        ("unix://tmp/redis.sock", "names a socket and no host; write three slashes"),
+        ("unix://user:secret@tmp/redis.sock", "names a socket and no host; write three slashes"),
+        ("redis://:12?secret=a@host", "special characters in it must be escaped"),
+        ("redis://:12#secret@host", "special characters in it must be escaped"),
     ],
 )
 def test_what_is_no_address_is_a_configuration_error_without_the_password(url: str, says: str):
@@ -88,6 +104,11 @@ def test_what_is_no_address_is_a_configuration_error_without_the_password(url: s
         parse_address(url)
     assert "secret" not in str(caught.value)
     assert "sec/ret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["redis://host?password=", "redis://host?db=&password="])
+def test_an_empty_password_in_the_query_is_none(url: str):
+    assert (parse_address(url).password, parse_address(url).database) == (None, 0)
 
 
 async def test_a_host_that_can_be_no_name_is_a_configuration_error():
