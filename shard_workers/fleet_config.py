@@ -25,7 +25,7 @@ from .gym_config import GymConfig, find_gym_config_entries
 from .overlay import apply_shard_log_dir, apply_shard_overlay
 from .plan import parse_shard_plan
 from .plan_errors import ShardConfigError
-from .plan_ports import replica_port_range
+from .plan_ports import MIN_PORTS_PER_REPLICA, replica_port_range
 from .plan_spec import CONFIG_ROOT, DEFAULT_PLACEMENT_STRATEGY, ShardPlan, ShardSpec
 from .plan_text import names, shown
 from .worker_settings import WorkerSettings
@@ -63,7 +63,7 @@ class FleetSettings(BaseModel):
     # stuck.
     blocked_timeout_s: Seconds = Field(default=600.0, gt=0)
     # Where stacks share nodes: what is left of a shard's range is room for replicas that are added later.
-    ports_per_replica: int = Field(default=50, ge=1)
+    ports_per_replica: int = Field(default=50, ge=MIN_PORTS_PER_REPLICA)
 
 
 class _Section(BaseModel):
@@ -144,7 +144,7 @@ class FleetConfig:
             return None
         slots = self.port_slots(shard)
         if slot < slots:
-            return replica_port_range(dataclasses.replace(shard, replicas=slots), slot)
+            return replica_port_range(dataclasses.replace(shard, replicas=slots), slot, self.plan.placement_strategy)
         if shard.port_range_low is None or shard.port_range_high is None:
             return None
         if self.one_node_each:

@@ -32,13 +32,15 @@ def check_ports(shards: Sequence[ShardSpec], placement_strategy: str) -> None:
     raise_problems(problems)
 
 
-def replica_port_range(shard: ShardSpec, replica_index: int) -> tuple[int, int] | None:
+def replica_port_range(
+    shard: ShardSpec, replica_index: int, placement_strategy: str = DEFAULT_PLACEMENT_STRATEGY
+) -> tuple[int, int] | None:
     """The half-open port range `(low, high)` of one replica; None if the shard has no range of its own.
 
-    The range is cut evenly, by the number of replicas that `shard` says now. A range too narrow to be cut
-    passes the plan only under `STRICT_SPREAD`, where each replica has a node for itself, and is then given
-    whole. Slices of different replica counts overlap: after scaling, a new instance relies on the ports of
-    those that already run being bound.
+    The range is cut evenly, by the number of replicas that `shard` says now. A range too narrow to be cut is given
+    whole under `STRICT_SPREAD`, where each replica has a node for itself, and to a shard's only replica; anywhere else
+    it is a `ShardConfigError`. Slices of different replica counts overlap: after scaling, a new instance relies on the
+    ports of those that already run being bound.
     """
     if not 0 <= replica_index < shard.replicas:
         raise ShardConfigError(
@@ -48,6 +50,8 @@ def replica_port_range(shard: ShardSpec, replica_index: int) -> tuple[int, int] 
     if low is None or high is None:
         return None
     if _ports_per_replica(shard) < MIN_PORTS_PER_REPLICA:
+        if shard.replicas > 1 and placement_strategy != DEFAULT_PLACEMENT_STRATEGY:
+            raise ShardConfigError(_too_narrow(f"shard {shard.name!r}", shard, placement_strategy))
         return low, high
     # Multiplying first spreads the remainder, so that the slices cover the range without a gap.
     span = high - low
@@ -66,16 +70,19 @@ def _unusable_range(index: int, shard: ShardSpec, placement_strategy: str) -> li
             f"{placement_strategy} may put two stacks on one node; give every shard a range of its own, or "
             f"use {DEFAULT_PLACEMENT_STRATEGY}, which needs one node per instance"
         ]
-    each = _ports_per_replica(shard)
-    if shard.replicas == 1 or each >= MIN_PORTS_PER_REPLICA:
+    if shard.replicas == 1 or _ports_per_replica(shard) >= MIN_PORTS_PER_REPLICA:
         return []
-    needed = shard.replicas * MIN_PORTS_PER_REPLICA
-    return [
-        f"{path} has {shard.replicas} replicas and {shard.port_range_high - shard.port_range_low} ports "
-        f"({_range_text(shard)}). Under {placement_strategy} replicas may share a node, so each gets its own "
-        f"slice, here {each} ports, and needs at least {MIN_PORTS_PER_REPLICA}; widen the range to {needed} "
-        "ports or lower `replicas`"
-    ]
+    return [_too_narrow(path, shard, placement_strategy)]
+
+
+def _too_narrow(named: str, shard: ShardSpec, placement_strategy: str) -> str:
+    ports = (shard.port_range_high or 0) - (shard.port_range_low or 0)
+    return (
+        f"{named} has {shard.replicas} replicas and {ports} ports ({_range_text(shard)}). Under {placement_strategy} "
+        f"replicas may share a node, so each gets its own slice, here {_ports_per_replica(shard)} ports, and needs at "
+        f"least {MIN_PORTS_PER_REPLICA}; widen the range to {shard.replicas * MIN_PORTS_PER_REPLICA} ports or lower "
+        "`replicas`"
+    )
 
 
 def _overlap(path: str, shard: ShardSpec, other_path: str, other: ShardSpec) -> list[str]:

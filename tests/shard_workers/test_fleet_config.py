@@ -128,6 +128,7 @@ def test_unsharded_is_one_shard_that_takes_everything() -> None:
         ("rolloutbus.broker", 3, r"rolloutbus\.broker: .*3"),
         ("rolloutbus.fleet.max_restarts", -1, r"rolloutbus\.fleet\.max_restarts: .*-1"),
         ("rolloutbus.fleet.actor_cpus", float("inf"), r"rolloutbus\.fleet\.actor_cpus: .*inf"),
+        ("rolloutbus.fleet.ports_per_replica", 9, r"rolloutbus\.fleet\.ports_per_replica: .*equal to 10, but is 9"),
         ("rolloutbus.workers.slots", 0, r"rolloutbus\.workers\.slots: .*0"),
         ("rolloutbus.workers.shards.math.slotz", 1, r"rolloutbus\.workers\.shards\.math\.slotz is not a known key"),
         (
@@ -172,6 +173,19 @@ def test_ports_of_all_slots_are_disjoint_and_end_with_the_range() -> None:
     assert found.port_range(words, 0) == (21000, 21030), "a narrow range is given whole to the one that is there"
     alone = read_fleet_config(changed("env.nemo_gym.placement_strategy", "STRICT_SPREAD"))
     assert alone.port_range(alone.plan.shards[0], 7) == (20000, 20200), "a node of its own has the whole range"
+
+
+@pytest.mark.parametrize("each", [10, 11, 37, 200, 1000])
+@pytest.mark.parametrize("strategy", ["SPREAD", "STRICT_PACK", "PACK"])
+def test_no_two_slots_share_a_port_however_the_range_is_cut(strategy: str, each: int) -> None:
+    """With `ports_per_replica: 5` two replicas on one node were both given the whole range."""
+    config = changed("rolloutbus.fleet.ports_per_replica", each)
+    config["env"]["nemo_gym"]["placement_strategy"] = strategy
+    found = read_fleet_config(config)
+    math = found.plan.shards[0]
+    ranges = [found.port_range(math, slot) for slot in range(found.port_slots(math))]
+    assert [port for ports in ranges for port in range(*ports or ())] == list(range(20000, 20200))
+    assert len(ranges) >= math.replicas
 
 
 def test_functions_open_no_port_and_need_none() -> None:

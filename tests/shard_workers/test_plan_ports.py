@@ -104,6 +104,14 @@ def test_a_range_too_narrow_to_cut_is_given_whole():
     assert replica_port_range(spec, 1) == (10, 12)
 
 
+@pytest.mark.parametrize("strategy", ["SPREAD", "STRICT_PACK", "PACK"])
+def test_on_shared_nodes_no_range_is_given_whole_to_several(strategy: str):
+    spec = ShardSpec(name="math", config_paths=["m"], replicas=2, port_range_low=10, port_range_high=12)
+    with pytest.raises(ShardConfigError, match=r"shard 'math' has 2 replicas and 2 ports .* widen the range to 20"):
+        replica_port_range(spec, 1, strategy)
+    assert replica_port_range(dataclasses.replace(spec, replicas=1), 0, strategy) == (10, 12)
+
+
 @pytest.mark.parametrize("index", [-1, 2])
 def test_a_replica_that_the_shard_does_not_have_is_refused(index: int):
     spec = ShardSpec(name="math", config_paths=["m"], replicas=2)
