@@ -3,17 +3,20 @@ without Ray.
 
 The class does what it does there (start servers, run rollouts, turn token ids into tensors), where the rollout runs
 and not where the trainer does. Promises the tokenizer once at the start and never per call, one group identity per
-attempt, and that a closed call has closed the class's own stream.
+attempt, that a closed call has closed the class's own stream, and that no rollout holds up a question for its health.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import inspect
 import math
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict
 
@@ -23,12 +26,17 @@ from .base import Result, Row, RowOutcome
 from .identity import WORKER_GROUP_ID, restore, stamped
 from .import_path import import_object
 
+T = TypeVar("T")
+
 PREFIX = "rolloutbus_"
 # The class names its times with a prefix that the trainer's batches do not know here.
 _TIMER = "actor"
 # Waiting is measured by the worker, as a union: the class's own sum counts what overlaps twice.
 _MEASURED_ELSEWHERE = frozenset({"await_results"})
 _TIMINGS_KEPT = 4096
+# A thread is made only where none is idle; these bounds are there because an executor wants one.
+_MOST_STEPS: Final = 8192
+_MOST_CALLS: Final = 64
 _NEEDED = ("_spinup", "list_entries", "run_rollouts", "health_check", "shutdown")
 
 
@@ -43,12 +51,43 @@ class ActorSettings(BaseModel):
     tokenizer: Any = None
 
 
+class _Threads:
+    """Where the class's plain methods run: steps of rollouts apart from calls.
+
+    Neither is asyncio's own pool. It has a few threads more than there are CPUs, so that rollouts which block them
+    would starve health checks, and the look-up of the broker's name when a worker connects again.
+    """
+
+    def __init__(self) -> None:
+        self._steps = ThreadPoolExecutor(_MOST_STEPS, "actor-class-step")
+        self._calls = ThreadPoolExecutor(_MOST_CALLS, "actor-class-call")
+
+    def step(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        return _submitted(self._steps, work, *arguments)
+
+    def call(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        return _submitted(self._calls, work, *arguments)
+
+    def shutdown(self) -> None:
+        """Take nothing more; what still runs is left to end by itself."""
+        for pool in (self._steps, self._calls):
+            pool.shutdown(wait=False)
+
+
+def _submitted(pool: ThreadPoolExecutor, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+    try:
+        return asyncio.wrap_future(pool.submit(contextvars.copy_context().run, work, *arguments))
+    except RuntimeError:
+        raise ClosedError("the actor_class environment was stopped") from None
+
+
 class ActorClassEnvironment:
     """Hosts one instance of the class; see `base.Environment` for the contract."""
 
     def __init__(self) -> None:
         self._actor: Any = None
         self._tokenizer: Any = None
+        self._threads = _Threads()
         self._calls = 0
         self._timings: OrderedDict[str, dict[str, float]] = OrderedDict()
 
@@ -63,12 +102,13 @@ class ActorClassEnvironment:
         own = {key.removeprefix(PREFIX): value for key, value in config.items() if key.startswith(PREFIX)}
         settings = settings_from(ActorSettings, own, "env.nemo_gym (rolloutbus_…)")
         made = actor_class(settings.actor_class)
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, settings.tokenizer)
+        self._threads = _Threads()
+        self._tokenizer = await self._threads.call(load_tokenizer, settings.tokenizer)
         self._actor = made(actor_config({key: value for key, value in config.items() if not key.startswith(PREFIX)}))
         if hasattr(self._actor, "set_tokenizer"):
-            await _call(self._actor.set_tokenizer, self._tokenizer)
-        await _call(self._actor._spinup)
-        self._entries: dict[str, list[str]] = await _call(self._actor.list_entries)
+            await _call(self._threads, self._actor.set_tokenizer, self._tokenizer)
+        await _call(self._threads, self._actor._spinup)
+        self._entries: dict[str, list[str]] = await _call(self._threads, self._actor.list_entries)
 
     def list_entries(self) -> dict[str, list[str]]:
         """What the class says it hosts."""
@@ -80,7 +120,8 @@ class ActorClassEnvironment:
         actor = self._running()
         self._calls += 1
         by_index = {row["_rowidx"]: row for row in rows}
-        stream = _items(actor.run_rollouts, self._arguments(actor.run_rollouts, stamped(rows, self._calls)))
+        arguments = self._arguments(actor.run_rollouts, stamped(rows, self._calls))
+        stream = _items(self._threads, actor.run_rollouts, arguments)
         try:
             async for item in stream:
                 index, result, timing = _parts(item)
@@ -96,13 +137,16 @@ class ActorClassEnvironment:
 
     async def health(self) -> None:
         """Raise what the class's `health_check` raises."""
-        await _call(self._running().health_check)
+        await _call(self._threads, self._running().health_check)
 
     async def stop(self) -> None:
         """Run the class's `shutdown`, also after a failed start."""
         actor, self._actor = self._actor, None
-        if actor is not None:
-            await _call(actor.shutdown)
+        try:
+            if actor is not None:
+                await _call(self._threads, actor.shutdown)
+        finally:
+            self._threads.shutdown()
 
     def take_timing(self, group_id: str) -> dict[str, float]:
         """The seconds that the class reported for this attempt, by name, once; see `base.ReportsTiming`."""
@@ -172,17 +216,17 @@ def actor_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-async def _call(method: Callable[..., Any], *arguments: Any) -> Any:
+async def _call(threads: _Threads, method: Callable[..., Any], *arguments: Any) -> Any:
     """Call something of the class: a plain function in a thread, since it may take minutes, and a coroutine function
     here.
     """
     if inspect.iscoroutinefunction(method):
         return await method(*arguments)
-    answer = await asyncio.to_thread(method, *arguments)
+    answer = await threads.call(method, *arguments)
     return await answer if inspect.isawaitable(answer) else answer
 
 
-async def _items(method: Callable[..., Any], arguments: list[Any]) -> AsyncGenerator[Any]:
+async def _items(threads: _Threads, method: Callable[..., Any], arguments: list[Any]) -> AsyncGenerator[Any]:
     """What the class's `run_rollouts` yields, whether it is an async generator, a generator, or a coroutine that
     gives either.
     """
@@ -190,7 +234,7 @@ async def _items(method: Callable[..., Any], arguments: list[Any]) -> AsyncGener
     if inspect.isawaitable(stream):
         stream = await stream
     if not hasattr(stream, "__aiter__"):
-        stream = _in_thread(iter(stream))
+        stream = _in_thread(threads, iter(stream))
     try:
         async for item in stream:
             yield item
@@ -200,16 +244,18 @@ async def _items(method: Callable[..., Any], arguments: list[Any]) -> AsyncGener
             await close()
 
 
-async def _in_thread(items: Iterator[Any]) -> AsyncGenerator[Any]:
+async def _in_thread(threads: _Threads, items: Iterator[Any]) -> AsyncGenerator[Any]:
     """A plain iterator, each step of which may block. One whose step still runs is left to end by itself."""
     end = object()
     try:
-        while (item := await asyncio.shield(asyncio.to_thread(next, items, end))) is not end:
+        while (item := await asyncio.shield(threads.step(next, items, end))) is not end:
             yield item
     finally:
         close = getattr(items, "close", None)
         if close is not None:
-            await asyncio.to_thread(_close_when_idle, close)
+            # Once the environment was stopped there is no thread left to close it in.
+            with contextlib.suppress(ClosedError):
+                await threads.step(_close_when_idle, close)
 
 
 def _close_when_idle(close: Callable[[], None]) -> None:

@@ -86,6 +86,27 @@ class PlainActor(Actor):
             yield row["_rowidx"], {"reward": 3.0}, None
 
 
+class Blocking(PlainActor):
+    """All its methods are plain, and each step holds its thread until `release`."""
+
+    def __init__(self, cfg: dict[str, Any]) -> None:
+        super().__init__(cfg)
+        self.release, self.steps = threading.Event(), threading.Semaphore(0)
+
+    def run_rollouts(self, nemo_gym_examples: list[Row], tokenizer: Any, timer_prefix: str) -> Iterator[Any]:  # type: ignore[override]
+        for row in nemo_gym_examples:
+            self.steps.release()
+            assert self.release.wait(20)
+            yield row["_rowidx"], {"reward": 3.0}, None
+
+    def wait_for_steps(self, count: int) -> None:
+        for _ in range(count):
+            assert self.steps.acquire(timeout=10), "a step waits for another"
+
+    def health_check(self) -> None:  # type: ignore[override]
+        self.calls.append("health")
+
+
 class ForeignRows(Actor):
     async def run_rollouts(
         self, nemo_gym_examples: list[Row], tokenizer: Any, timer_prefix: str
@@ -235,6 +256,40 @@ async def test_health_is_what_the_class_says(host: Host) -> None:
     actor.well = False
     with pytest.raises(RuntimeError, match="judge"):
         await environment.health()
+
+
+@within(20)
+async def test_rollouts_that_block_hold_up_neither_each_other_nor_health_nor_names(host: Host) -> None:
+    """They shared asyncio's pool, of 32 threads at most: a healthy instance with more was restarted as a sick one."""
+    environment, actor = await host("Blocking")
+    streams = [environment.run_rollouts(group()) for _ in range(40)]
+    firsts = [asyncio.ensure_future(anext(stream)) for stream in streams]
+    try:
+        await asyncio.to_thread(actor.wait_for_steps, 40)
+        await environment.health()
+        assert actor.calls[-1] == "health"
+        assert await asyncio.get_running_loop().getaddrinfo("localhost", 1)
+    finally:
+        actor.release.set()
+        await asyncio.gather(*firsts)
+        for stream in streams:
+            await stream.aclose()
+
+
+@within(20)
+async def test_stopping_waits_for_no_step_that_hangs(host: Host) -> None:
+    environment, actor = await host("Blocking")
+    stream = environment.run_rollouts(group())
+    first = asyncio.ensure_future(anext(stream))
+    await asyncio.to_thread(actor.wait_for_steps, 1)
+    await environment.stop()
+    assert actor.calls[-1] == "shutdown"
+    assert not first.done()
+    actor.release.set()
+    await first
+    with pytest.raises(ClosedError, match="was stopped"):
+        await anext(stream)
+    await stream.aclose()
 
 
 async def test_the_class_is_shut_down_once_also_after_a_failed_start(host: Host) -> None:
