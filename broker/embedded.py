@@ -174,12 +174,19 @@ class EmbeddedBroker:
             return
         with self._guard:
             link, self._link = self._link, None
-            if link is not None:
-                link.drain()
-                last_pid = link.server_pid
-                if not link.leave(self._grace_s + SUPERVISOR_SLACK_S):
-                    self._finish_for_supervisor(last_pid)
-            self._directory = self._address = None
+            try:
+                if link is not None:
+                    link.drain()
+            finally:
+                # Whatever was to be heard, the supervisor is told to end the server.
+                if link is not None:
+                    self._leave(link)
+                self._directory = self._address = None
+
+    def _leave(self, link: SupervisorLink) -> None:
+        last_pid = link.server_pid
+        if not link.leave(self._grace_s + SUPERVISOR_SLACK_S):
+            self._finish_for_supervisor(last_pid)
 
     def _begin_or_resume(self) -> None:
         if self._directory is not None:

@@ -8,6 +8,7 @@ alone.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import subprocess
@@ -54,6 +55,9 @@ class SupervisorLink:
         self._answers = self._process.stdout
         # A Popen that is dropped while its process runs keeps its pipes open, and with them the server alive.
         weakref.finalize(self, _close, self._orders, self._answers)
+        # Not select(), which takes no descriptor beyond 1023, and a trainer may have thousands of files open.
+        self._poll = select.poll()
+        self._poll.register(self._answers, select.POLLIN)
         self._pending = b""
         self._gone = False
         self.server_pid: int | None = None
@@ -77,8 +81,7 @@ class SupervisorLink:
         while b"\n" not in self._pending:
             if self._gone:
                 return Answer("gone", "")
-            ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if not self._poll.poll(max(0, math.ceil((deadline - time.monotonic()) * 1000))):
                 return None
             chunk = self._answers.read(4096)
             self._pending += chunk or b""
