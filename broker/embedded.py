@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Generator
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -44,6 +45,7 @@ PROBE_INTERVAL_S: Final = 0.005
 # The system chose the port a moment ago, so even one lost race is rare.
 PORT_ATTEMPTS: Final = 5
 LOG_LINES_SHOWN: Final = 12
+_SEE_TO_DIRECTORY: Final = "see that you may write there and that the disk has room, or choose another directory"
 # What a supervisor needs beyond the server's grace period: start-up, removal of the folder, a busy machine.
 SUPERVISOR_SLACK_S: Final = 5.0
 
@@ -181,6 +183,8 @@ class EmbeddedBroker:
                 # Whatever was to be heard, the supervisor is told to end the server.
                 if link is not None:
                     self._leave(link)
+                elif self._directory is not None and self._wanted_directory is None:
+                    shutil.rmtree(self._directory, ignore_errors=True)
                 self._directory = self._address = None
 
     def _leave(self, link: SupervisorLink) -> None:
@@ -209,25 +213,25 @@ class EmbeddedBroker:
 
     def _make_directory(self) -> Path:
         if self._wanted_directory is None:
-            return Path(tempfile.mkdtemp(prefix="rolloutbus-")).absolute()
-        try:
+            with _told(
+                "make a private folder", "name a directory, or set TMPDIR to one with room that you may write to"
+            ):
+                return Path(tempfile.mkdtemp(prefix="rolloutbus-")).absolute()
+        with _told(f"make its directory {self._wanted_directory}", "choose another one"):
             self._wanted_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise EmbeddedBrokerError(
-                f"embedded broker: cannot make its directory {self._wanted_directory}: {error.strerror}; "
-                "choose another one"
-            ) from None
         return self._wanted_directory
 
     def _live_link(self, directory: Path) -> SupervisorLink:
         """The supervisor, or a new one where somebody killed it."""
         if self._link is not None and not self._link.gone:
             return self._link
-        if self._link is not None:
-            self._link.leave(SUPERVISOR_SLACK_S)
+        link, self._link = self._link, None
+        if link is not None:
+            link.leave(SUPERVISOR_SLACK_S)
         disposal = PRIVATE if self._wanted_directory is None else SHARED
         command = [str(self._binary), str(directory / CONFIG_NAME)]
-        self._link = SupervisorLink(directory, disposal, self._grace_s, command, directory / LOG_NAME)
+        with _told(f"begin in its directory {directory}", _SEE_TO_DIRECTORY):
+            self._link = SupervisorLink(directory, disposal, self._grace_s, command, directory / LOG_NAME)
         return self._link
 
     def _launch(self, link: SupervisorLink) -> None:
@@ -260,9 +264,12 @@ class EmbeddedBroker:
     def _run_at(self, address: Address, link: SupervisorLink) -> None:
         assert self._directory is not None
         options = dataclasses.replace(self._options, password=self._password)
-        write_private(self._directory / CONFIG_NAME, render_config(options, address, self._directory))
-        log = self._directory / LOG_NAME
-        self._log_offset = log.stat().st_size
+        with _told(f"write to its directory {self._directory}", _SEE_TO_DIRECTORY):
+            write_private(self._directory / CONFIG_NAME, render_config(options, address, self._directory))
+        self._log_offset = 0
+        # Somebody may have removed it.
+        with contextlib.suppress(OSError):
+            self._log_offset = (self._directory / LOG_NAME).stat().st_size
         link.drain()
         link.order("start")
         self._await_ready(address, link)
@@ -328,7 +335,8 @@ class EmbeddedBroker:
 
     def _log_tail(self) -> str:
         assert self._directory is not None
-        with (self._directory / LOG_NAME).open("rb") as file:
+        lines: list[str] = []
+        with contextlib.suppress(OSError), (self._directory / LOG_NAME).open("rb") as file:
             file.seek(self._log_offset)
             lines = file.read().decode("utf-8", "replace").splitlines()
         return without_secret("\n".join(lines[-LOG_LINES_SHOWN:]), self._password)
@@ -355,6 +363,18 @@ class EmbeddedBroker:
 
 class _PortTakenError(EmbeddedBrokerError):
     """Somebody else took the port between our choice and the server's bind."""
+
+
+@contextlib.contextmanager
+def _told(what: str, remedy: str) -> Generator[None]:
+    """The system's refusal as an error that says what could not be done, with which file, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        file = f" ({error.filename})" if error.filename and str(error.filename) not in what else ""
+        raise EmbeddedBrokerError(
+            f"embedded broker: cannot {what}: {error.strerror or error}{file}; {remedy}"
+        ) from None
 
 
 def free_port() -> int:
