@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ...broker.errors import ConfigError, RolloutBusError
 from ...broker.settings import Seconds, settings_from
+from ...broker.wording import excerpt
 from .offline import OfflinePolicy
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ class OpenAIPolicy:
     ) -> None:
         self._openai = _import_openai()
         self._model = model
-        self._key = api_key if isinstance(api_key, SecretStr) else SecretStr(api_key or _NO_KEY)
+        given = api_key.get_secret_value() if isinstance(api_key, SecretStr) else api_key
+        self._key = SecretStr(given or _NO_KEY)
         self._clients = [self._connect(url, timeout_s) for url in _as_list(base_url)]
         self._turns = itertools.cycle(self._clients)
 
@@ -141,13 +143,13 @@ class OpenAIPolicy:
         except self._openai.APIConnectionError as error:
             # The client says only "Connection error."; what went wrong stands underneath.
             reason = error.__cause__ or error
-            raise PolicyUnavailableError(
-                f"{self._where(client)} cannot be reached ({type(reason).__name__}: {reason}); is it up?"
-            ) from error
+            said = f"{type(reason).__name__}: {self._masked(str(reason))}"
+            raise PolicyUnavailableError(f"{self._where(client)} cannot be reached ({said}); is it up?") from error
         except self._openai.APIStatusError as error:
             raise self._refused(client, error) from error
         except (self._openai.OpenAIError, ValueError) as error:
-            raise PolicyError(f"{self._where(client)} answered what is no chat completion: {error}") from error
+            said = self._masked(str(error))
+            raise PolicyError(f"{self._where(client)} answered what is no chat completion: {said}") from error
         return self._text(client, answer)
 
     async def aclose(self) -> None:
@@ -164,8 +166,13 @@ class OpenAIPolicy:
         return f"the policy endpoint {_shown(client)} (model {self._model!r})"
 
     def _refused(self, client: AsyncOpenAI, error: APIStatusError) -> PolicyError:
-        body = error.response.text[:300].replace(self._key.get_secret_value(), "***")
+        # Masked before it is cut, or a key across the cut would show its beginning.
+        body = excerpt(self._masked(error.response.text), 300)
         return PolicyError(f"{self._where(client)} answered HTTP {error.status_code}: {body}", error.status_code)
+
+    def _masked(self, text: str) -> str:
+        key = self._key.get_secret_value()
+        return text if key == _NO_KEY else text.replace(key, "***")
 
     def _text(self, client: AsyncOpenAI, answer: object) -> str:
         choices: object = getattr(answer, "choices", None)

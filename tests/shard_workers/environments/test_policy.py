@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 from rolloutbus.broker.errors import ConfigError
 from rolloutbus.shard_workers.environments.policy import (
     OfflinePolicy,
@@ -145,6 +146,27 @@ async def test_an_endpoint_that_hangs_up_is_a_lost_connection(endpoint: Endpoint
         await policy.complete(MESSAGES, seed=1)
     await policy.aclose()
     assert isinstance(raised.value, ConnectionError)
+
+
+@pytest.mark.parametrize("before", range(280, 300, 3))
+async def test_a_key_across_the_cut_does_not_show_its_beginning(endpoint: Endpoint, before: int) -> None:
+    endpoint.reply = endpoint.text("x" * before + KEY + " is no key" * 9, "text/plain", 401)
+    policy = OpenAIPolicy(endpoint.url, "tiny", KEY)
+    with pytest.raises(PolicyError, match="HTTP 401: xxx") as raised:
+        await policy.complete(MESSAGES, seed=1)
+    await policy.aclose()
+    assert KEY[:2] not in str(raised.value)
+
+
+@pytest.mark.parametrize("key", [None, "", SecretStr(""), "none"])
+async def test_without_a_key_the_servers_words_stay_as_they_are(
+    endpoint: Endpoint, key: SecretStr | str | None
+) -> None:
+    endpoint.reply = endpoint.text("none of the models is loaded", "text/plain", 503)
+    policy = OpenAIPolicy(endpoint.url, "tiny", key)
+    with pytest.raises(PolicyError, match="HTTP 503: none of the models is loaded"):
+        await policy.complete(MESSAGES, seed=1)
+    await policy.aclose()
 
 
 async def test_an_endpoint_that_is_down_is_named_without_its_credentials(endpoint: Endpoint) -> None:
