@@ -24,6 +24,8 @@ PERSISTENCE_KINDS: Final[tuple[Persistence, ...]] = ("none", "everysec", "always
 LOOPBACK: Final = "127.0.0.1"
 # sun_path has 104 bytes on macOS and 108 on Linux, one of them for the final NUL; one limit serves both.
 MAX_SOCKET_PATH_BYTES: Final = 103
+# Beside what needs no escape in any part of a URL.
+SAFE_IN_PASSWORDS: Final = "*"
 USE_ANOTHER_BROKER: Final = "or use a running server with REDIS_URL or --broker-url"
 
 _ARCHITECTURES: Final = {"amd64": "x86_64", "x86_64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
@@ -38,7 +40,7 @@ class Address:
 
     def url(self, password: str | None) -> str:
         """The address as redis-py's `from_url` takes it, with the password where there is one."""
-        secret = f":{quote(password, safe='*')}@" if password else ""
+        secret = f":{quote(password, safe=SAFE_IN_PASSWORDS)}@" if password else ""
         if self.socket is not None:
             return f"unix://{secret}{quote(str(self.socket))}"
         return f"redis://{secret}{LOOPBACK}:{self.port}/0"

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import ConfigError
+from rolloutbus.broker.handshake import parse_address
 from rolloutbus.broker.keys import Keys
+from rolloutbus.trainer.cli import broker_command
 from rolloutbus.trainer.cli.results_file import check_writable
 
 from .conftest import call, redis_at
@@ -403,3 +405,23 @@ def test_entries_that_are_none_are_named_with_their_place(text: str, expected: s
 def test_unknown_persistence_and_role_are_named() -> None:
     assert "--persistence 'sometimes' is not known" in call("broker", "--persistence", "sometimes", code=2).said
     assert "--role 'king' is not known" in call("acl", "--role", "king", code=2).said
+
+
+@pytest.mark.parametrize("password", ["a/b", "a#b", "a?b", "a%41b", "a@b", "pä", "a b", "a$b", 'a"b'])
+def test_a_password_that_would_break_the_printed_url_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, password: str
+) -> None:
+    monkeypatch.setenv("REDIS_PASSWORD", password)
+    said = call("broker", "--port", "0", code=2)
+    assert "REDIS_PASSWORD has characters" in said.said
+    assert "letters, digits and . _ ~ - * are fine" in said.said
+    assert password not in said.err + said.out
+
+
+@pytest.mark.parametrize("password", ["topsecret", "Aa0._~-*"])
+def test_a_password_of_plain_characters_stands_in_the_url_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, password: str
+) -> None:
+    monkeypatch.setenv("REDIS_PASSWORD", password)
+    assert broker_command._given_password() == password  # pyright: ignore[reportPrivateUsage]
+    assert parse_address(f"redis://:{password}@127.0.0.1:1/0").password == password
