@@ -37,6 +37,8 @@ ENCODED_AT_ONCE = 4
 # While the first writes grow, whoever unpacks the first results has this long to get at the interpreter's lock, which a
 # thread that is busy encoding takes back at once; workers have enough to do meanwhile.
 BREATH_S = 0.001
+# They count, and nothing but an operator ends them.
+_DEAD_LETTERS_TOO = " (dead letters fill it too: `rolloutbus dead list`, `dead drop`)"
 # A write that was refused for want of memory is tried again below this share of maxmemory.
 FULL_RATIO = 0.98
 # Groups of which a broker that lost its data is told in one step.
@@ -192,7 +194,7 @@ class Producer:
             if homeless and await self._open(publication) == "ok":
                 raise BatchError(f"batch {publication.batch} vanished from the broker while it was being published")
             if full:
-                what = f"the broker is at maxmemory; {len(full)} groups wait"
+                what = f"the broker is at maxmemory{_DEAD_LETTERS_TOO}; {len(full)} groups wait"
                 await self._wait(publication, what, lambda: self._room(FULL_RATIO))
             writes = [*homeless, *full]
         return queued
@@ -210,9 +212,8 @@ class Producer:
         self._memory_checked = now
         ratio = self._settings.memory_high_ratio
         if not await self._room(ratio):
-            await self._wait(
-                publication, f"the broker's memory is over {ratio:.0%} of maxmemory", lambda: self._room(ratio)
-            )
+            what = f"the broker's memory is over {ratio:.0%} of maxmemory{_DEAD_LETTERS_TOO}"
+            await self._wait(publication, what, lambda: self._room(ratio))
 
     async def _room(self, ratio: float) -> bool:
         info = (await self._runner.run([("INFO", "memory")]))[0]

@@ -163,6 +163,7 @@ async def test_nothing_is_published_while_the_memory_is_over_its_share() -> None
     out = publication(group(0))
     work = asyncio.create_task(broker.producer().publish(out))
     await until(lambda: "memory is over 70%" in out.waiting_for)
+    assert "`rolloutbus dead list`, `dead drop`" in out.waiting_for
     assert broker.writes == []
     broker.memory = "maxmemory:100\r\nused_memory:69"
     await work

@@ -147,7 +147,8 @@ def _memory(info: Mapping[str, str], settings: BrokerSettings) -> Finding:
         return Finding("memory headroom", "ok", what)
     return Finding(
         "memory headroom", "wrong", f"{what}: publishing waits above {settings.memory_high_ratio:.0%}",
-        "raise maxmemory, let trainers consume, or cancel batches that nobody wants (`rolloutbus status`)",
+        "raise maxmemory, let trainers consume, cancel batches that nobody wants (`rolloutbus status`), or drop "
+        "dead letters (`rolloutbus dead list`, `dead drop`)",
     )  # fmt: skip
 
 

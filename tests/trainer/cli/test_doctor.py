@@ -65,6 +65,12 @@ def test_each_fault_of_a_server_has_a_level_and_a_remedy(
     assert next(finding for finding in findings if finding.check == check).remedy
 
 
+def test_memory_that_is_full_may_be_full_of_dead_letters() -> None:
+    findings = check_server({**SOUND, "used_memory": "800"}, CONFIG, SETTINGS)
+    remedy = next(finding.remedy for finding in findings if finding.check == "memory headroom")
+    assert "`rolloutbus dead list`, `dead drop`" in remedy
+
+
 def test_what_may_not_be_read_is_unknown_and_not_wrong() -> None:
     found = levels(*check_server({**SOUND, "min_slaves_good_slaves": "1"}, None, SETTINGS))
     assert {check for check, level in found.items() if level == "unknown"} == {
