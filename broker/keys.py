@@ -13,6 +13,7 @@ from .errors import ConfigError
 
 GROUP_NAME = "workers"
 UNSHARDED_SHARD = "nemo_gym"
+# The key of a route map in which every route leads to the one shard of an unsharded run.
 ANY_ROUTE = "*"
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

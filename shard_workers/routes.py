@@ -10,17 +10,15 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from ..broker.errors import RouteError
+from ..broker.keys import ANY_ROUTE
 from ..broker.routes import route_of
 from ..broker.wording import did_you_mean
 from .plan_errors import ShardSetupError
 from .plan_spec import GYM_ROUTABLE_KEYS
 from .plan_text import names, shown
-
-ANY_ROUTE: Final = "*"
-"""The key of a route map in which every route leads to the one shard of an unsharded run."""
 
 # A data set with the wrong split can name thousands of routes; the first few show what is wrong.
 _MAX_LISTED = 20

@@ -26,6 +26,7 @@ for i = 15, #ARGV, 4 do
     if absent and absent > tonumber(ARGV[6]) and ARGV[7] == '1' then
       redis.call('HDEL', batch, 'g:' .. ARGV[i + 2])
       redis.call('HINCRBY', batch, 'cancelled', 1)
+      note(KEYS[5], 'abandoned', string.match(batch, ':batch:(.+)$'), ARGV[i + 2], r.attempt, r.instance, 'its client is gone')
       answer = 'gone'
     end
   end

@@ -411,6 +411,10 @@ async def test_groups_of_an_owner_gone_for_good_are_dropped_and_counted(stage: S
     assert (await take(worker, queued)).status == "gone"
     assert (await take(worker, await stage.claimed(worker))).status == "gone"
     assert await stage.count(batch, "cancelled") == 3
+    told = [words for _, words in await stage.raw("XRANGE", stage.keys.events, "-", "+") if words[1] == b"abandoned"]
+    assert [words[3].decode() for words in told] == [batch.id] * 3
+    assert sorted(words[5] for words in told) == [b"0", b"1", b"2"]
+    assert [(words[7], words[9]) for words in told if words[5] == b"0"] == [(b"1", b"math/0")]
     assert await stage.queued() == []
     assert await stage.count(batch, f"queued_bytes:{SHARD}") == 0
     books = await batch.close()
