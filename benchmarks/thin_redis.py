@@ -5,6 +5,7 @@ far the guarantees, and all that runs beside one another for them, are from what
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
@@ -30,13 +31,11 @@ class Publisher:
 
     def __init__(self, connection: Connection, rows: Rows, size: int) -> None:
         self._connection = connection
-        self._left = [(at, rows[at : at + size]) for at in range(0, len(rows), size)]
-        self._left.reverse()
+        self._left = iter([(at, rows[at : at + size]) for at in range(0, len(rows), size)])
 
     def some(self) -> None:
         commands: list[Command] = []
-        while self._left and len(commands) < PUBLISHED_AT_ONCE:
-            first, rows = self._left.pop()
+        for first, rows in itertools.islice(self._left, PUBLISHED_AT_ONCE):
             payload = Payload.of(codec.encode_rows(rows, first_row=first))
             commands.append(("XADD", f"groups:{rows[0]['agent_ref']['name']}", "*", "payload", payload))
         self._connection.ask(commands)

@@ -6,7 +6,6 @@ Every step carries the client's incarnation; a process that lost its name to ano
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,11 +29,6 @@ class BatchSpec:
     group_size: int
     shards: tuple[str, ...]
     layout: str = "[]"
-
-    @property
-    def places(self) -> str:
-        """Shards and how many groups go there, in order; Lua need not read JSON for it."""
-        return " ".join(f"{shard} {count}" for shard, _, count in json.loads(self.layout))
 
 
 class OutgoingGroup(NamedTuple):
@@ -114,7 +108,7 @@ class ClientTransitions:
         command = SCRIPTS["open"].call(
             keys, self.incarnation, self.client, self._settings.key_ttl_ms, spec.groups, spec.rows, spec.group_size,
             self._settings.max_unread_bytes, " ".join(spec.shards),
-            spec.layout, spec.places,
+            spec.layout,
         )  # fmt: skip
         status = (await run_step(self._runner, command))[0][0].decode()
         return self._check(status, spec.batch, ("ok", "repeated"))

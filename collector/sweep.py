@@ -312,13 +312,16 @@ def describe_wait(watched: Watched, states: Sequence[GroupState], alive: Mapping
         here = ", ".join(alive.get(shard, ())) or "none"
         words = [f"shard {shard} (instances alive: {here})"]
         if running:
-            words.append(f"running: {', '.join(running[:_SHOWN])}{' …' if len(running) > _SHOWN else ''}")
+            words.append(f"running: {_first_few(running)}")
         for status, how in {**WAITING, **dict.fromkeys(sorted(ENDED), "ended, and not read yet")}.items():
             if some := [str(state.group) for state in mine if state.status == status]:
-                shown = f"{', '.join(some[:_SHOWN])}{' …' if len(some) > _SHOWN else ''}"
-                words.append(f"{how}: {counted(len(some), 'group')} ({shown})")
+                words.append(f"{how}: {counted(len(some), 'group')} ({_first_few(some)})")
         parts.append("; ".join(words))
     return f"nothing came for {quiet:.0f} s, waiting for " + " | ".join(parts)
+
+
+def _first_few(words: Sequence[str]) -> str:
+    return ", ".join(words[:_SHOWN]) + (" …" if len(words) > _SHOWN else "")
 
 
 def _records(flat: Sequence[Any]) -> dict[str, ShardRecord]:

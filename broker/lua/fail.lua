@@ -9,7 +9,7 @@ if not h[1] or h[1] == 'closed' then return { 'gone' } end
 local r = parse(h[2])
 if not r or r.token ~= ARGV[6] or r.status ~= 'running' then
   if r and r.token == ARGV[6] and r.status == 'failed' then return { 'dead' } end
-  if r and r.token == ARGV[6] and (r.status == 'delayed' or r.status == 'suspect') then return { 'retry' } end
+  if r and r.token == ARGV[6] and is_delayed(r) then return { 'retry' } end
   count_stale(KEYS[1], KEYS[6], batch, group, r, ARGV[7], 'fail')
   return { 'stale' }
 end

@@ -19,6 +19,8 @@ end
 
 local function has_ended(r) return r.status == 'done' or r.status == 'handed' or r.status == 'failed' end
 
+local function is_delayed(r) return r.status == 'delayed' or r.status == 'suspect' end
+
 local function save(batch, group, r)
   redis.call('HSET', batch, 'g:' .. group, string.format('%s %d %s %s %s %d %d %d %d %d', r.status, tonumber(r.attempt), r.token,
     r.instance, r.entry, tonumber(r.infra), tonumber(r.data), tonumber(r.accepted), tonumber(r.bytes), tonumber(r.first_take)))

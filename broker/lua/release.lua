@@ -5,7 +5,7 @@ local h = redis.call('HMGET', KEYS[1], 'state', 'g:' .. ARGV[2])
 if not h[1] or h[1] == 'closed' then return { 'gone' } end
 local r = parse(h[2])
 if not r or r.token ~= ARGV[3] or r.status ~= 'running' then
-  if r and r.token == ARGV[3] and (r.status == 'delayed' or r.status == 'suspect') then return { 'ok' } end
+  if r and r.token == ARGV[3] and is_delayed(r) then return { 'ok' } end
   count_stale(KEYS[1], KEYS[4], ARGV[1], ARGV[2], r, ARGV[4], 'release')
   return { 'stale' }
 end

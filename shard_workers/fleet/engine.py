@@ -165,10 +165,7 @@ class FleetEngine:
         if all(other.state is State.LOST for other in self.of_shard(shard)):
             self._lost[shard] = reason
             log.error("shard %s has no instance left; batches that wait for it end with an error", shard)
-        try:
-            await self._lease.publish(self._published())
-        except RolloutBusError as error:
-            log.warning("cannot publish yet that %s is given up (%s); a renewal does it", instance.name, error)
+        await self._lease.publish_loss(self._published(), instance.name)
 
     # Changes while it runs
 

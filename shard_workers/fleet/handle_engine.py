@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Final
 
 from ...broker.channel import Link
-from ...broker.errors import RolloutBusError
 from ...broker.fleet_transitions import FleetTransitions, Published, Request
 from ...broker.keys import ANY_ROUTE, UNSHARDED_SHARD, Keys
 from ...broker.scripts import load_scripts
@@ -124,10 +123,7 @@ class HandleEngine:
         self.lost = f"{fault.words}; {FLEET.max_restarts} restarts within an hour did not help"
         log.error("the handle of run %s is given up: %s", self._run, self.lost)
         await self._note_end("instance-lost", self.lost)
-        try:
-            await self._lease.publish(self._published())
-        except RolloutBusError as error:
-            log.warning("cannot publish yet that the handle is given up (%s); a renewal does it", error)
+        await self._lease.publish_loss(self._published(), "the handle")
 
     def _new_worker(self) -> ShardWorker:
         return ShardWorker(

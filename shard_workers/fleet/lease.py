@@ -52,6 +52,13 @@ class FleetLease:
             raise
         self._keep()
 
+    async def publish_loss(self, published: Published, what: str) -> None:
+        """Publish that `what` was given up, now or with a renewal; whoever looks after it goes on either way."""
+        try:
+            await self.publish(published)
+        except RolloutBusError as error:
+            log.warning("cannot publish yet that %s is given up (%s); a renewal does it", what, error)
+
     async def give_up(self, labels: Sequence[str]) -> None:
         """Take everything off the broker, and stop renewing; what another fleet has now is left alone."""
         await self.stop()

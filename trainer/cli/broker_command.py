@@ -48,8 +48,7 @@ def broker(
     Without --port it listens on a private unix socket that only you can open, and needs no password. With --port every
     user of the machine could connect, so it has one: that of REDIS_PASSWORD (letters, digits and . _ ~ - *), which is
     then not printed, else a new one, which is printed once, as a part of the URL on standard output. It is never on a
-    command line. The URL comes as a
-    shell line; anything else goes to standard error.
+    command line. The URL comes as a shell line; anything else goes to standard error.
 
     Example: rolloutbus broker --port 6390 --dir ./broker --persistence everysec
     """

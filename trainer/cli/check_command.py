@@ -17,6 +17,7 @@ from ...broker.errors import ConfigError
 from ...broker.shard_records import instance_labels
 from ...broker.wording import counted
 from ...producer import check_rows
+from ...shard_workers.plan_spec import GYM_LOG_DIR_KEY
 from ...shard_workers.yaml_files import load_yaml
 from .config import ROOTS, ConfigPath, Overrides, load_config, with_address
 from .console import add_row, new_table, out, print_json, say, show_table
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ...shard_workers.fleet_config import FleetConfig
     from ...shard_workers.plan_spec import ShardSpec
 
-_LOG_DIR = "nemo_gym_log_dir"
 _ENTRIES_SHAPE = "{shard: {entry: [server types]}}"
 
 RowsOption = Annotated[
@@ -126,7 +126,7 @@ def _planned(fleet: FleetConfig, name: str, routes: Mapping[str, str] | None) ->
     instances: list[PlannedInstance] = []
     for slot, label in enumerate(labels):
         given = fleet.instance_config(shard, slot, replica_index=slot if len(labels) > 1 else None)
-        instances.append(PlannedInstance(label, _ports(fleet, shard, slot), str(given.get(_LOG_DIR, "-"))))
+        instances.append(PlannedInstance(label, _ports(fleet, shard, slot), str(given.get(GYM_LOG_DIR_KEY, "-"))))
     mine = None if routes is None else sorted(route for route, host in routes.items() if host == name)
     slots, cpus = fleet.workers[name].slots, fleet.actor_cpus(shard)
     return PlannedShard(

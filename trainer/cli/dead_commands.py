@@ -26,7 +26,7 @@ from ...broker.wording import counted
 from .. import CompletedGroup, RolloutClient
 from .console import add_row, clock, new_table, out, print_json, say, show_table, size, write_json
 from .guard import FAILED
-from .interrupts import Interrupts
+from .interrupts import CANCELLING, Interrupts
 from .result_lines import completed_lines, failed_lines, plain, to_json
 from .targets import AsJson, BrokerUrl, RunName, connected, observer_settings, on_run, the_run
 
@@ -168,7 +168,7 @@ def replay(
     Example: rolloutbus dead replay 1764444000000-0 --drop
     """
     settings = observer_settings(broker_url)
-    with Interrupts("stopping, and cancelling what is out; once more to stop at once") as interrupts:
+    with Interrupts(CANCELLING) as interrupts:
         failed, unable = interrupts.run(lambda: _replay(settings, run, names, everything, drop_replayed))
     if failed:
         say(f"{counted(failed, 'group')} failed again", "red")

@@ -20,6 +20,8 @@ from typing import Any, Self, TypeVar
 from .console import say
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# For commands that have batches out.
+CANCELLING = "stopping, and cancelling what is out; once more to stop at once"
 
 Result = TypeVar("Result")
 

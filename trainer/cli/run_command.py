@@ -25,7 +25,7 @@ from .console import err, out, print_json
 from .environment_check import check_before_start, check_routes, config_files
 from .fleet_commands import broker_of, running_fleet
 from .guard import FAILED
-from .interrupts import Interrupts
+from .interrupts import CANCELLING, Interrupts
 from .result_lines import completed_lines, failed_lines
 from .results_file import STANDARD, WriteLines, check_writable, opened
 from .rows import FileRows, read_rows
@@ -114,7 +114,7 @@ def run(
     each, of_a_group = (found, num_generations) if expanded else (found.every(num_generations), 1)
     check_routes(each, check_before_start(known), of_a_group)
     with (
-        Interrupts("stopping, and cancelling what is out; once more to stop at once") as interrupts,
+        Interrupts(CANCELLING) as interrupts,
         broker_of(url) as used,
         running_fleet(with_target(root, used, run_name), interrupts, drain=False) as fleet,
     ):

@@ -104,6 +104,24 @@ async def test_the_end_of_a_batch_takes_nothing_of_another_whose_entry_has_the_s
     assert [found for found, _ in await stage.raw("XRANGE", words, "-", "+")] == [entry.encode()]
 
 
+@pytest.mark.parametrize("layout", ["", "{", "5", "[5]", '[["nowhere","adds",2]]', '[["math","adds",1e9]]', "[[]]"])
+async def test_a_batch_whose_layout_somebody_changed_can_still_be_ended(stage: Stage, layout: str):
+    client = stage.client()
+    assert await client.own() == 0
+    spec = BatchSpec("both", 2, 2 * SIZE, SIZE, (SHARD, "words"), f'[["{SHARD}","adds",1],["words","adds",1]]')
+    assert await client.open(spec) == "ok"
+    await client.publish([OutgoingGroup("both", 0, SHARD, "adds", SIZE, 0, Payload.of([b"rows of a group"]))])
+    worker = stage.worker()
+    group = (await stage.taken(worker)).group
+    await stage.raw("HSET", stage.keys.batch("both"), "layout", layout)
+    books = await client.close("both", {SHARD: [], "words": []})
+    assert books is not None
+    assert books.cancelled == 1
+    # Whoever has it, or takes it over, drops it.
+    assert (await worker.take(group, "t", observing=True, crash_limit=5)).status in ("gone", "stale")
+    assert await stage.queued() == []
+
+
 # Handed
 
 
