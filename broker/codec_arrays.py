@@ -10,6 +10,7 @@ import importlib
 import math
 import re
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,11 @@ def _mantissa_of_long_double() -> int:
 
 def array_bytes(array: NDArray[Any]) -> memoryview:
     """The array's bytes in C order; a view wherever the array is contiguous already."""
+    try:
+        return memoryview(array).cast("B")  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        # Strides, other byte orders, dates, long doubles, nothing at all: what the buffer protocol does not say.
+        pass
     if not array.flags.c_contiguous:
         array = array.copy(order="C")
     flat = array if array.ndim == 1 else array.reshape(-1)
@@ -114,25 +120,29 @@ def tensor_parts(tensor: Any) -> tuple[str, tuple[int, ...], Any]:
     return name, tuple(tensor.shape), raw
 
 
-def make_array(token: str, shape: list[int], raw: memoryview | bytes) -> NDArray[Any]:
-    """A read-only numpy array over `raw`."""
-    numpy = _library("numpy")
-    dtype = _dtype_of(token)
-    _check_size(token, shape, raw, dtype.itemsize)
+def make_array(token: str, shape: Sequence[int], raw: memoryview | bytes) -> NDArray[Any]:
+    """A read-only numpy array over `raw`; DecodeError where the three do not fit together, whatever they are."""
     try:
+        dtype = _dtype_of(token)
+        _check_size(token, shape, raw, dtype.itemsize)
         # Not `ndarray` with a buffer, which looks through a memoryview and forgets that it has one: the memory would be
         # taken for free while the array lives. An empty one has none.
+        numpy = _library("numpy")
         flat = numpy.frombuffer(raw, dtype) if len(raw) else numpy.ndarray(0, dtype, b"")
         return flat if len(shape) == 1 else flat.reshape(shape)
+    except DecodeError:
+        raise
     except (ValueError, TypeError, OverflowError) as error:
-        raise DecodeError(
-            f"payload holds an array of shape {tuple(shape)!r:.200}, which numpy refuses: {error}"
-        ) from None
+        raise _malformed("an array", "numpy", shape, error) from None
 
 
-def _check_size(token: str, shape: list[int], raw: memoryview | bytes, itemsize: int) -> None:
+def _check_size(token: str, shape: Sequence[int], raw: memoryview | bytes, itemsize: int) -> None:
     if len(raw) != math.prod(shape) * itemsize:
-        raise DecodeError(f"payload holds an array of shape {tuple(shape)!r:.200} and {token} whose bytes do not match")
+        raise DecodeError(f"payload holds an array of shape {shape!r:.200} and {token!r:.80} whose bytes do not match")
+
+
+def _malformed(what: str, library: str, shape: object, error: Exception) -> DecodeError:
+    return DecodeError(f"payload holds {what} of shape {shape!r:.200}, which {library} refuses: {error}")
 
 
 def make_scalar(token: str, raw: bytes) -> Any:
@@ -146,19 +156,19 @@ def make_scalar(token: str, raw: bytes) -> Any:
     return numpy.frombuffer(raw, dtype)[0]
 
 
-def make_tensor(token: str, shape: list[int], raw: memoryview | bytes) -> Any:
-    """A CPU tensor that owns its memory."""
+def make_tensor(token: str, shape: Sequence[int], raw: memoryview | bytes) -> Any:
+    """A CPU tensor that owns its memory; DecodeError where the three do not fit together, whatever they are."""
     torch = _library("torch")
-    dtype = _torch_dtype(token)
-    _check_size(token, shape, raw, dtype.itemsize)
     try:
+        dtype = _torch_dtype(token)
+        _check_size(token, shape, raw, dtype.itemsize)
         # A bytearray of its own: torch warns about, and may write through, a buffer that is read-only.
         flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
         return flat.view(dtype).reshape(shape)
+    except DecodeError:
+        raise
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
-        raise DecodeError(
-            f"payload holds a tensor of shape {tuple(shape)!r:.200}, which torch refuses: {error}"
-        ) from None
+        raise _malformed("a tensor", "torch", shape, error) from None
 
 
 def _torch_dtype(token: str) -> Any:

@@ -45,7 +45,6 @@ _TRUSTED_LIST_LENGTH = 16_384
 _KEEP_ENCODERS = 4
 _KEEP_BELOW = 1 << 22
 _JOIN_BELOW = 1 << 14
-_MAX_DIMENSIONS = 64
 _PADDING = bytes(ALIGNMENT)
 ENCODE_FAILURES = (Refused, ValueError, OverflowError, TypeError, RecursionError)
 _DECODE_FAILURES = (
@@ -342,15 +341,15 @@ class Decoder:
     def unpack(self, doc: memoryview | bytes) -> Any:
         """The value of one msgpack document."""
         try:
-            return self._unpack_at_once(doc)
+            if len(doc) <= _TRUSTED_LIST_LENGTH:
+                return _unpackb(doc, ext_hook=self._extension, strict_map_key=False)
+            return self._unpack_long(doc)
         except DecodeError:
             raise
         except _DECODE_FAILURES as error:
             raise _malformed(error) from None
 
-    def _unpack_at_once(self, doc: memoryview | bytes) -> Any:
-        if len(doc) <= _TRUSTED_LIST_LENGTH:
-            return _unpackb(doc, ext_hook=self._extension, strict_map_key=False)
+    def _unpack_long(self, doc: memoryview | bytes) -> Any:
         copied = self._copied
         try:
             return _unpackb(doc, ext_hook=self._extension, strict_map_key=False, max_array_len=_TRUSTED_LIST_LENGTH)
@@ -363,14 +362,14 @@ class Decoder:
             return _unpackb(doc, ext_hook=self._extension, strict_map_key=False)
 
     def _extension(self, code: int, data: bytes) -> Any:
-        if code in (ARRAY, TENSOR):
+        if code == ARRAY or code == TENSOR:
             return self._leaf(code, data)
+        if code == SHARED and self.shared is not None:
+            return self.shared(data)
         if code == SCALAR:
             return self._scalar(data)
         if code == REGISTERED:
             return self._registered(data)
-        if code == SHARED and self.shared is not None:
-            return self.shared(data)
         raise DecodeError(
             f"payload holds the extension type {code}, which does not belong here"
             + (": it is a group of rows, read it with decode_rows" if code == SHARED else "")
@@ -380,19 +379,15 @@ class Decoder:
         fields: Any = _quick_unpackb(data)
         if class_of(fields) is not list or not 3 <= len(fields) <= 4:
             raise DecodeError("payload holds an array whose description is malformed")
-        token, shape = fields[0], fields[1]
-        if class_of(token) is not str or class_of(shape) is not list or not _is_shape(shape):
-            raise DecodeError("payload holds an array whose dtype or shape is malformed")
-        raw: Any = fields[2] if len(fields) == 3 else self._slice(fields[2], fields[3])
-        if class_of(raw) is not memoryview and class_of(raw) is not bytes:
-            raise DecodeError("payload holds an array whose bytes are none")
+        raw: Any = self._slice(fields[2], fields[3]) if len(fields) == 4 else fields[2]
         if code == ARRAY and not self._writable:
-            return make_array(token, shape, raw)
+            return make_array(fields[0], fields[1], raw)
         self._copied += len(raw)
         # Honest payloads hold each array once, so together they copy less than the payload's own size.
         if self._copied > len(self._view):
             raise DecodeError("payload refers to the same bytes more than once, so copying them would never end")
-        return make_tensor(token, shape, raw) if code == TENSOR else make_array(token, shape, raw).copy()
+        made = (make_tensor if code == TENSOR else make_array)(fields[0], fields[1], raw)
+        return made if code == TENSOR else made.copy()
 
     def _slice(self, offset: Any, size: Any) -> memoryview:
         if type(offset) is not int or type(size) is not int or offset < 0 or size < 0:
@@ -450,13 +445,6 @@ def open_payload(payload: Payload) -> tuple[memoryview, int]:
 
 def _malformed(error: BaseException) -> DecodeError:
     return DecodeError(f"payload is malformed, cut or altered: {str(error) or type(error).__name__}")
-
-
-def _is_shape(shape: list[Any]) -> bool:
-    for size in shape:
-        if type(size) is not int or size < 0:
-            return False
-    return len(shape) <= _MAX_DIMENSIONS
 
 
 def _skip_through(doc: memoryview | bytes) -> None:
