@@ -23,6 +23,9 @@ POOL_BYTES: Final = 16 << 20
 _GRAIN: Final = 64 * 1024
 # Those looked at first were used longest ago.
 _LOOKED_AT: Final = 8
+# Fewer strings than that are read one by one.
+_WORTH_SPLITTING: Final = 4
+_LENGTHS: Final = [b"$%d" % size for size in range(_BETWEEN + 1)]
 
 NOTHING: Final = object()
 
@@ -144,7 +147,7 @@ class LargeReplies:
                 items, lacking = self._arrays.pop()
                 items.append(value)
                 if lacking > 1:
-                    self._arrays.append((items, lacking - 1))
+                    self._arrays.append((items, lacking - 1 - self._short_strings(items, lacking - 2)))
                     break
                 value = items
             else:
@@ -174,6 +177,22 @@ class LargeReplies:
                 self._arrays.append(([], count))
                 continue
             return _line(kind, word)
+
+    def _short_strings(self, items: list[Any], most: int) -> int:
+        """Append up to `most` short strings that are there whole, all in one go; gives how many."""
+        if most < _WORTH_SPLITTING or self._bulk is not None:
+            return 0
+        # Lengths and strings in turns, and at the end what is not known to be whole.
+        lines = bytes(self._view[self._start : min(self._end, self._start + _BETWEEN)]).split(b"\r\n", 2 * most)
+        words: list[bytes] = []
+        for length, word in zip(lines[0:-1:2], lines[1:-1:2], strict=False):
+            # Something else, or a string with a line's end in it.
+            if length != _LENGTHS[len(word)]:
+                break
+            words.append(word)
+        self._start += sum(map(len, lines[: 2 * len(words)])) + 4 * len(words)
+        items += words
+        return len(words)
 
     def _bulk_string(self, size: int, start: int) -> Any:
         if size < 0:

@@ -48,8 +48,18 @@ def array(items: list[bytes]) -> bytes:
     return b"*%d\r\n%b" % (len(items), b"".join(items))
 
 
+# As an entry's fields: many short strings, some of which look like the protocol itself.
+FIELDS = st.lists(
+    st.one_of(
+        st.text("$*:0123\r\n", max_size=12).map(lambda text: bulk(text.encode())),
+        st.sampled_from([bulk(b"kind"), bulk(bytes(5000)), b"$-1\r\n", b":1\r\n", b"$0\r\n\r\n"]),
+    ),
+    min_size=1,
+    max_size=24,
+)
 LEAVES = st.one_of(
     st.binary(max_size=40).map(bulk),
+    FIELDS.map(array),
     st.integers(0, 3 * LARGE).map(lambda size: bulk(b"\r\n$*" * (size // 4))),
     st.integers(-5, 2**40).map(lambda number: b":%d\r\n" % number),
     st.sampled_from([b"$-1\r\n", b"*-1\r\n", b"*0\r\n", b"$0\r\n\r\n", b"+OK\r\n", b"-ERR no\r\n"]),
