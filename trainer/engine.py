@@ -41,6 +41,8 @@ from .session import Ended, SessionRunner
 log = logging.getLogger("rolloutbus.trainer")
 
 Result = TypeVar("Result")
+# What a consumer acknowledges group by group reaches the broker in one step; nobody waits for it.
+_POSTED_WITHIN_S = 0.005
 # Keys are renewed this many times within their TTL.
 _TTL_RENEWALS = 20
 
@@ -176,6 +178,7 @@ class Engine:
 
     async def _finish_or_say(self, work: Coroutine[Any, Any, Result]) -> Result:
         try:
+            self._call_posted()
             return await work
         except asyncio.CancelledError:
             if not self._stop_asked and self._failed is None:
@@ -206,9 +209,10 @@ class Engine:
                 future.set_exception(self._ended("was closed meanwhile"))
 
     def post(self, callback: Callable[..., None], *args: Any) -> None:
-        """Call something in the client's thread, later; dropped when the client has ended.
+        """Call something in the client's thread, a moment later, but before what is asked of it by `call` from now on;
+        dropped when the client has ended.
 
-        Whatever is posted before that thread gets to it costs one wake-up, not one each.
+        Whatever is posted within that moment costs one wake-up, not one each.
         """
         loop = self._loop
         if loop is None or not self.running:
@@ -218,7 +222,7 @@ class Engine:
             self._posted_due = True
             # Where it ended meanwhile there is nobody to hear it.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._call_posted)
+                loop.call_soon_threadsafe(loop.call_later, _POSTED_WITHIN_S, self._call_posted)
 
     def _call_posted(self) -> None:
         # Lowered first: what is posted from now on wakes this thread again.
@@ -324,6 +328,7 @@ class Engine:
             await self._end(duties)
 
     async def _end(self, duties: list[asyncio.Task[None]]) -> None:
+        self._call_posted()
         error = self._failed or ClosedError("the client was closed while this batch was open; close the batch first")
         for session in list(self.sessions.sessions.values()):
             session.outbox.end(Ended(error))

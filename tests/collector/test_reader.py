@@ -134,4 +134,4 @@ async def test_after_a_lost_connection_less_is_asked_for_at_once(broker: Broker,
         command, reply = await asyncio.wait_for(broker.reads.get(), LIMIT_S)
         counts.append(int(str(command[2])))
         reply.set_exception(BrokerUnavailableError("the broker closed the connection"))
-    assert counts == [8, 4, 2, 1]
+    assert counts == [16, 8, 4, 2]
