@@ -362,7 +362,7 @@ class Decoder:
             return _unpackb(doc, ext_hook=self._extension, strict_map_key=False)
 
     def _extension(self, code: int, data: bytes) -> Any:
-        if code == ARRAY or code == TENSOR:
+        if code in (ARRAY, TENSOR):
             return self._leaf(code, data)
         if code == SHARED and self.shared is not None:
             return self.shared(data)

@@ -39,7 +39,8 @@ class Identity:
 
 class Taken(NamedTuple):
     """What `take` said. `status` is ok, stale, gone, parked, dead, suspect or unknown; `age_ms` counts from the group's
-    first take, `queued_ms` from its publication, both on the broker's clock.
+    first take, `queued_ms` from its publication, both on the broker's clock. `waiting`: about how many groups of its
+    batch wait on this shard for their first take; 0 where that is not known.
     """
 
     status: str
@@ -49,6 +50,7 @@ class Taken(NamedTuple):
     age_ms: int = 0
     accepted: frozenset[int] = frozenset()
     queued_ms: int = 0
+    waiting: int = 0
 
 
 class Claimed(NamedTuple):
@@ -99,6 +101,14 @@ class Accepted(NamedTuple):
     @property
     def seen(self) -> frozenset[int]:
         return frozenset(int(at) for at in self.detail.split(",") if at) if self.status == "duplicate" else frozenset()
+
+
+class Peers(NamedTuple):
+    """The labels of the other instances of a shard: those that show signs of life, and all that the fleet has
+    planned, None where it says nothing."""
+
+    living: list[str]
+    planned: list[str] | None
 
 
 class HeldGroup(NamedTuple):
@@ -199,7 +209,7 @@ class WorkerTransitions:
         reply = (await run_step(self._runner, command))[0]
         if reply[0] != b"ok":
             return Taken(reply[0].decode())
-        return Taken("ok", reply[1], reply[2], reply[3], reply[4], _positions(reply[5]), reply[6])
+        return Taken("ok", reply[1], reply[2], reply[3], reply[4], _positions(reply[5]), reply[6], reply[7])
 
     async def claim(self, limit: int, *, observing: bool, peers: Sequence[str], patience_s: float = 3600.0) -> Claimed:
         """Take over what may run again: due retries, parked groups with room, expired leases (if `observing`).
@@ -317,14 +327,15 @@ class WorkerTransitions:
             SCRIPTS["set_aside"].call([self._groups, self._keys.dead, self._keys.events], entry, reason),
         )
 
-    async def living_peers(self) -> list[str]:
-        """The labels of the other instances of this shard that show signs of life."""
+    async def peers(self) -> Peers:
+        """Who else there is for this shard, by the fleet's record."""
         record = (await self._runner.run([("HGET", self._keys.shards, self._identity.shard)]))[0]
         known = parse_record(record if isinstance(record, bytes) else None)
-        labels = known.instances(self._identity.shard) if known else []
-        others = [label for label in labels if label != self._identity.label]
+        if known is None:
+            return Peers([], None)
+        others = [label for label in known.instances(self._identity.shard) if label != self._identity.label]
         alive = await self._runner.run([("EXISTS", self._keys.instance(label)) for label in others]) if others else []
-        return [label for label, is_alive in zip(others, alive, strict=True) if is_alive == 1]
+        return Peers([label for label, is_alive in zip(others, alive, strict=True) if is_alive == 1], others)
 
     async def leave(self) -> None:
         """Take this instance off the books; called when it stops for good."""

@@ -40,10 +40,6 @@ class PackedRow(NamedTuple):
     origin: Origin
     payload: memoryview
 
-    @property
-    def size(self) -> int:
-        return len(self.payload)
-
     def opened(self) -> tuple[int, Any]:
         """The row's index and result; raises `UnreadableResultError`."""
         try:
@@ -67,10 +63,6 @@ class PackedGroup(NamedTuple):
     rows: Sequence[dict[str, Any]]
     payloads: Sequence[memoryview]
     origins: Sequence[Origin]
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.payloads))
 
     def opened(self) -> CompletedGroup:
         """The group for its taker; raises `UnreadableResultError`."""

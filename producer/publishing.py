@@ -26,10 +26,10 @@ from .rows import PromptGroup
 
 log = logging.getLogger("rolloutbus.producer")
 
-# One write holds about this much: enough that a round trip costs little per group, little enough that work begins at
-# once.
-WRITE_BYTES = 256 * 1024
-WRITE_GROUPS = 64
+# One write holds about this much: enough that a round trip costs little per group, and that many replicas find several
+# groups each.
+WRITE_BYTES = 1 << 20
+WRITE_GROUPS = 256
 FIRST_WRITE_GROUPS = 2
 # After this many groups were encoded, whoever else wants the event loop has it: the first results are there before the
 # last groups are out.

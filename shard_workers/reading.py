@@ -62,6 +62,9 @@ class GroupReader:
         # When short groups ended, the latest ones.
         self._short_ended: deque[float] = deque(maxlen=MOST_AT_ONCE)
         self._stopped = False
+        # How many instances read this stream, two until that is known, and about how many groups wait on it.
+        self.replicas = 2
+        self.waiting = 0
 
     async def entries(self, slots: Slots) -> AsyncIterator[RawEntry]:
         """Deliver entries until `stop`, reading only while a slot is free; whoever gets one occupies the slot."""
@@ -105,16 +108,21 @@ class GroupReader:
         return await self._ask(channel, 1, int(self._settings.block_s * 1000))
 
     def _count(self, free: int) -> int:
-        """How many groups to read at once, at most `free`: what waited here for a slot could run elsewhere. At most
-        two more than were there lately: the first of two replicas to see a burst leaves the other its part.
+        """How many groups to read at once, at most `free`: what waited here for a slot could run elsewhere. Of several
+        replicas each takes half of its part of what waits, or two more than were there lately: the first one to see a
+        burst leaves the others theirs.
         """
         since = time.monotonic() - SHORT_GROUP_S
         while self._short_ended and self._short_ended[0] < since:
             self._short_ended.popleft()
         if not self._short_ended:
             self._pace = 1
+            return 1
         most = max(MOST_LARGE_AT_ONCE, int(RESULTS_AT_ONCE / max(self._group_bytes(), 1.0)))
-        return min(free, 1 + len(self._short_ended), 2 + self._pace, most, MOST_AT_ONCE)
+        if self.replicas > 1:
+            part = max(self.waiting // (2 * self.replicas), 2 + self._pace)
+            most = min(most, part, 1 + len(self._short_ended))
+        return min(free, most, MOST_AT_ONCE)
 
     async def _ask(self, channel: Channel, count: int, block_ms: int | None) -> list[RawEntry]:
         if self._stopped:

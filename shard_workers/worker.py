@@ -196,6 +196,7 @@ class ShardWorker:
             await self._transitions.set_aside(group.entry, f"batch {group.batch} does not know its group {group.group}")
         if taken.status != "ok":
             return taken.status
+        self._reader.waiting = taken.waiting
         attempt = Attempt(group, token, taken.attempt)
         self._leases.hold(attempt)
         self._stops[token] = stopped
@@ -226,10 +227,13 @@ class ShardWorker:
     async def _claim_once(self) -> float:
         """Look once for groups that may run again; returns the seconds until the next look."""
         try:
-            peers = await self._transitions.living_peers()
+            peers = await self._transitions.peers()
+            if peers.planned is not None:
+                # Also those that are yet to come: what is read here at once is not left to them.
+                self._reader.replicas = 1 + len(peers.planned)
             free = self._slots.free
             claimed = await self._transitions.claim(
-                free, observing=self._observing(), peers=peers, patience_s=self._patience_s
+                free, observing=self._observing(), peers=peers.living, patience_s=self._patience_s
             )
             for raw in await self._transitions.fetch(claimed.entries):
                 await self._admit(raw)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import weakref
 from collections.abc import Coroutine
 from types import TracebackType
@@ -17,8 +18,8 @@ from .session import BatchCounts, Delivered, Ended, Session
 
 log = logging.getLogger("rolloutbus.trainer")
 
-# Unpacking takes the event loop: after so many bytes without a wait the loop's other tasks have their turn.
-UNPACKED_AT_ONCE = 128 * 1024
+# Unpacking takes the event loop: after so much of it without a wait the loop's other tasks have their turn.
+UNPACKED_AT_ONCE_S = 0.002
 
 OnFailure = Literal["raise", "yield"]
 Item = TypeVar("Item")
@@ -39,7 +40,7 @@ class Batch(Generic[Item]):
         self._on_failure = on_failure
         self._prefix = prefix
         self._owed: list[int] = []
-        self._unpacked = 0
+        self._unpacked_s = 0.0
         self._over = False
         self._outcome: BaseException | None = None
         self._cancel_when_lost = weakref.finalize(self, _cancel_soon, engine, session)
@@ -86,8 +87,8 @@ class Batch(Generic[Item]):
         self._acknowledge()
         if self._over:
             raise self._outcome or StopAsyncIteration
-        if self._unpacked >= UNPACKED_AT_ONCE:
-            self._unpacked = 0
+        if self._unpacked_s >= UNPACKED_AT_ONCE_S:
+            self._unpacked_s = 0.0
             await asyncio.sleep(0)
         parcel = await self._session.outbox.get()
         if isinstance(parcel, Delivered):
@@ -135,8 +136,9 @@ class Batch(Generic[Item]):
             if self._on_failure == "raise":
                 raise value.error()
             return cast(Item, value)
+        started = time.monotonic()
         opened = value.opened()
-        self._unpacked += value.size
+        self._unpacked_s += time.monotonic() - started
         return cast(Item, opened)
 
     async def _finish(self, parcel: Ended) -> None:

@@ -2,7 +2,8 @@
 -- Turns a delivered entry into an attempt with its own token, or says why not.
 -- KEYS: batch, groups, owner, accepted, parked, results, dead, events, delayed, instance
 -- ARGV: batch, group, route, entry, first_row, rows, token, consumer, instance, observing(0|1), lease_ms, abandon_ms, crash_limit, crash_failure
--- {'ok', attempt, infra, data, ms since the first take, accepted positions, ms since it was published}, or {'stale' | 'gone' | 'parked' | 'dead' | 'suspect' | 'unknown'}
+-- {'ok', attempt, infra, data, ms since the first take, accepted positions, ms since it was published,
+-- about how many groups of its batch wait for their first take on this shard}, or {'stale' | 'gone' | 'parked' | 'dead' | 'suspect' | 'unknown'}
 local batch, group, entry, token = ARGV[1], ARGV[2], ARGV[4], ARGV[7]
 
 -- A broker that lost its data has no such stream; the group comes again.
@@ -71,9 +72,10 @@ if absent or full then
   return { 'parked' }
 end
 
+local waiting = 0
 if not (r.status == 'running' and r.token == token) then
   r.attempt = r.attempt + 1
-  if first then count_queued(KEYS[1], KEYS[2], -tonumber(r.bytes)) end
+  if first then waiting = math.floor(count_queued(KEYS[1], KEYS[2], -tonumber(r.bytes)) / math.max(1, tonumber(r.bytes))) end
   if tonumber(r.first_take) == 0 then r.first_take = now end
   r.status, r.token, r.instance = 'running', token, ARGV[9]
   save(KEYS[1], group, r)
@@ -88,4 +90,4 @@ if tonumber(r.accepted) > 0 then
 end
 local published = tonumber(string.match(entry, '^%d+'))
 return { 'ok', tonumber(r.attempt), tonumber(r.infra), tonumber(r.data), now - tonumber(r.first_take), table.concat(accepted, ','),
-  math.max(0, now - published) }
+  math.max(0, now - published), waiting }

@@ -85,7 +85,7 @@ async def play(runner: Recording, run: str, client_name: str, shard: str, label:
     await client.make_results([shard])
     await worker.prepare()
     await worker.register()
-    await worker.living_peers()
+    await worker.peers()
     attempts: list[Attempt] = []
     command = ("XREADGROUP", "GROUP", "workers", f"{label}:i", "COUNT", 5, "STREAMS", keys.groups(shard), ">")
     for raw in (await runner.run([command]))[0][0][1]:

@@ -169,6 +169,21 @@ async def test_short_groups_of_a_while_ago_say_nothing_about_the_next(
     assert await reads_of_swift(stack, 0.0, pause_s=0.05) >= 2 * MOST_AT_ONCE
 
 
+@within(20)
+async def test_whoever_is_alone_at_a_shard_reads_as_many_short_groups_as_there_are(stack: Stack) -> None:
+    assert await reads_of_swift(stack, 0.0, replicas=1, ended=1) <= 4
+
+
+@within(20)
+async def test_of_several_replicas_each_reads_half_of_its_part_at_once(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "SHORT_GROUP_S", 60.0)
+    first = await reads_of_swift(stack, 0.0, replicas=2, waiting=2 * 2 * MOST_AT_ONCE)
+    of_many = await reads_of_swift(stack, 0.0, replicas=20, waiting=2 * 2 * MOST_AT_ONCE)
+    assert first <= 5 < of_many
+
+
 async def reads_of(desk: Desk, groups: int) -> int:
     """How many reads it takes until these groups, added in one moment, are all here."""
     reads_before = reads(desk.stack)
@@ -180,11 +195,19 @@ async def reads_of(desk: Desk, groups: int) -> int:
     return reads(desk.stack) - reads_before
 
 
-async def reads_of_swift(stack: Stack, group_bytes: float, pause_s: float = 0.0) -> int:
+async def reads_of_swift(
+    stack: Stack,
+    group_bytes: float,
+    pause_s: float = 0.0,
+    replicas: int = 2,
+    waiting: int = 0,
+    ended: int = MOST_AT_ONCE,
+) -> int:
     """The same for 64 groups, by a reader whose last groups ended at once, `pause_s` ago."""
     swift = Desk(stack, slots=100, group_bytes=group_bytes)
+    swift.reader.replicas, swift.reader.waiting = replicas, waiting
     await stack.reading("s", swift.identity.consumer)
-    for _ in range(MOST_AT_ONCE):
+    for _ in range(ended):
         swift.reader.group_ended(0.0)
     await asyncio.sleep(pause_s)
     found = await reads_of(swift, 2 * MOST_AT_ONCE)

@@ -30,6 +30,13 @@ async def test_taking_again_with_the_same_token_is_the_same_attempt(stage: Stage
     assert await stage.count(batch, "redeliveries") == 0
 
 
+async def test_a_first_take_is_told_how_many_groups_of_its_batch_wait(stage: Stage):
+    await stage.sealed(groups=3)
+    worker = stage.worker()
+    told = [(await take(worker, await stage.delivered(worker), f"token {at}")).waiting for at in range(3)]
+    assert told == [2, 1, 0]
+
+
 async def test_only_the_consumer_that_was_given_an_entry_takes_it(stage: Stage):
     batch = await stage.sealed()
     group = await stage.delivered(stage.worker("math/0"))
@@ -218,14 +225,15 @@ async def test_an_instance_shows_signs_of_life_that_expire(stage: Stage):
 
 
 async def test_peers_are_those_of_the_shard_that_show_signs_of_life(stage: Stage):
-    await stage.raw("HSET", stage.keys.shards, SHARD, '{"replicas": 2}')
     first, second = stage.worker("math/0"), stage.worker("math/1")
+    assert await first.peers() == ([], None)
+    await stage.raw("HSET", stage.keys.shards, SHARD, '{"replicas": 2}')
     await first.register()
-    assert await first.living_peers() == []
+    assert await first.peers() == ([], ["math/1"])
     await second.register()
-    assert await first.living_peers() == ["math/1"]
+    assert (await first.peers()).living == ["math/1"]
     await second.leave()
-    assert await first.living_peers() == []
+    assert (await first.peers()).living == []
     await stage.raw("DEL", stage.keys.shards)
 
 

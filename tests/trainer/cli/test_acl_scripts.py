@@ -85,7 +85,7 @@ WORKER = [
     worker(lambda it: it.accept([Acceptance(ATTEMPT, [Rows((0, 1), OUTGOING.payload)], finish=True)])),
     worker(lambda it: it.fail(ATTEMPT, FAILURE, limit=1, delay_s=1.0)), worker(lambda it: it.release(ATTEMPT)),
     worker(lambda it: it.fetch(["1-1"])), worker(lambda it: it.set_aside("1-1", "foreign")),
-    worker(lambda it: it.living_peers()), worker(lambda it: it.leave()),
+    worker(lambda it: it.peers()), worker(lambda it: it.leave()),
 ]  # fmt: skip
 FLEET = [
     fleet(lambda it: it.claim()), fleet(lambda it: it.publish(Published({"a": SHARD}, {}))),
