@@ -21,7 +21,6 @@ _SOCKET_BUFFER = 1 << 20
 HIGH_WATER = 4 << 20
 # A large reply comes in pieces, the server's turns; where the event loop is busy, several are there already.
 _READS_PER_TURN = 8
-_MORE_FROM = 32 * 1024
 
 
 class Receiver(Protocol):
@@ -97,7 +96,8 @@ class SocketTransport:
     def _read(self) -> None:
         for _ in range(_READS_PER_TURN):
             try:
-                count = self._socket.recv_into(self._receiver.get_buffer())
+                space = self._receiver.get_buffer()
+                count = self._socket.recv_into(space)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
@@ -107,7 +107,8 @@ class SocketTransport:
                 self._close(None)
                 return
             self._receiver.buffer_updated(count)
-            if count < _MORE_FROM or self._closed:
+            # Less than there was space for: nothing more is there.
+            if count < len(space) or self._closed:
                 return
 
     def _close(self, error: Exception | None) -> None:
