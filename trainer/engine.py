@@ -42,7 +42,7 @@ log = logging.getLogger("rolloutbus.trainer")
 
 Result = TypeVar("Result")
 # What a consumer acknowledges group by group reaches the broker in one step; nobody waits for it.
-_POSTED_WITHIN_S = 0.005
+_POSTED_WITHIN_S = 0.01
 # Keys are renewed this many times within their TTL.
 _TTL_RENEWALS = 20
 

@@ -19,7 +19,7 @@ _KEPT = ("dead", "events")
 _CLOCK_TOLERANCE_S = 1.0
 _SLOW_ANSWER_S = 0.05
 _SHORT_IDLE_S = 30
-# A read of results takes 4 MB and one entry more, which may be large.
+# A read of results takes 8 MB and one entry more, which may be large.
 _ROOM_FOR_A_READ = 32 << 20
 _CLIENTS_HIGH_RATIO = 0.9
 
