@@ -427,3 +427,18 @@ async def test_a_shard_without_an_instance_fails_its_groups_by_name(broker: Embe
             "no live instance of shard s" in group.message for group in groups if isinstance(group, GroupFailure)
         )
         assert batch.counts == BatchCounts(2, 0, 2, 0)
+
+
+@within(20)
+async def test_what_was_acknowledged_comes_before_what_is_asked_of_the_client_next(stack: Stack) -> None:
+    """It is passed on a moment later, and closing a batch must not overtake it."""
+    await stack.worker(EachRow(failing_group_one))
+    engine = (await stack.connected())._engine  # pyright: ignore[reportPrivateUsage]
+    done: list[int] = []
+
+    async def look() -> list[int]:
+        return list(done)
+
+    for at in range(3):
+        engine.post(done.append, at)
+        assert await asyncio.wrap_future(engine.call(look())) == list(range(at + 1))
