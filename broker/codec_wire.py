@@ -46,6 +46,7 @@ _KEEP_ENCODERS = 4
 _KEEP_BELOW = 1 << 22
 _JOIN_BELOW = 1 << 14
 _PADDING = bytes(ALIGNMENT)
+_ONLY_INTS = frozenset((int,))
 ENCODE_FAILURES = (Refused, ValueError, OverflowError, TypeError, RecursionError)
 _DECODE_FAILURES = (
     ValueError,
@@ -379,14 +380,17 @@ class Decoder:
         fields: Any = _quick_unpackb(data)
         if class_of(fields) is not list or not 3 <= len(fields) <= 4:
             raise DecodeError("payload holds an array whose description is malformed")
+        token, shape = fields[0], fields[1]
+        if class_of(token) is not str or class_of(shape) is not list or not _ONLY_INTS.issuperset(map(type, shape)):
+            raise DecodeError("payload holds an array whose dtype or shape is malformed")
         raw: Any = self._slice(fields[2], fields[3]) if len(fields) == 4 else fields[2]
         if code == ARRAY and not self._writable:
-            return make_array(fields[0], fields[1], raw)
+            return make_array(token, shape, raw)
         self._copied += len(raw)
         # Honest payloads hold each array once, so together they copy less than the payload's own size.
         if self._copied > len(self._view):
             raise DecodeError("payload refers to the same bytes more than once, so copying them would never end")
-        made = (make_tensor if code == TENSOR else make_array)(fields[0], fields[1], raw)
+        made = (make_tensor if code == TENSOR else make_array)(token, shape, raw)
         return made if code == TENSOR else made.copy()
 
     def _slice(self, offset: Any, size: Any) -> memoryview:
