@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -25,6 +26,7 @@ from rolloutbus.trainer import RolloutClient
 from rolloutbus.trainer.batch import GroupBatch
 
 from tests.chaos.actors import Actor, Progress
+from tests.chaos.proxy import Proxy
 
 RUN = "arena"
 SHARD = "s"
@@ -143,6 +145,10 @@ class Arena:
         self._links.append(link)
         return WorkerTransitions(link, self.keys, self.settings, Identity(SHARD, label, f"i-{label[-1]}"))
 
+    async def sealed(self, batch: str) -> None:
+        """Return once all groups of the batch are published."""
+        await comes_true(lambda: self.control.hget(self.keys.batch(batch), "state") == b"sealed")
+
     async def end(self) -> None:
         for worker, _ in self._workers:
             worker.stop()
@@ -174,3 +180,14 @@ async def arena_on(
     finally:
         await arena.end()
         await asyncio.to_thread(broker.stop)
+
+
+@asynccontextmanager
+async def proxy_to(arena: Arena) -> AsyncGenerator[Proxy, None]:
+    """A proxy in front of the arena's broker."""
+    proxy = Proxy(arena.broker.url, random.Random(1))
+    await proxy.start()
+    try:
+        yield proxy
+    finally:
+        await proxy.stop()

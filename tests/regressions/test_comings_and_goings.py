@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,40 @@ from rolloutbus.broker.errors import GroupFailedError, UnknownBatchError
 from rolloutbus.collector import GroupFailure
 
 from tests.chaos.actors import Actor
-from tests.chaos.proxy import Proxy
-from tests.regressions.arena import RUN, SHARD, Arena, Environment, arena_on, comes_true, completed, echo, rows_of
+from tests.regressions.arena import (
+    RUN,
+    SHARD,
+    Arena,
+    Environment,
+    arena_on,
+    comes_true,
+    completed,
+    echo,
+    proxy_to,
+    rows_of,
+)
 
 
 async def _slow(row: dict[str, Any]) -> dict[str, Any]:
-    """Slow enough that the batch is sealed long before it is done."""
+    """Slow enough that its client counts as gone long before the batch is done."""
     await asyncio.sleep(0.05)
     return echo(row)
 
 
-async def _killed_trainer(arena: Arena, folder: Path, groups: int) -> str:
-    """A trainer that is killed once it has logged a group; returns its batch's id."""
+async def _killed_trainer(arena: Arena, folder: Path, environment: Environment, groups: int) -> str:
+    """A trainer that is killed once it has logged a group of its sealed batch; returns the batch's id."""
     trainer = Actor("trainer_process", "trainer", arena.progress, folder)
     arena.actors.append(trainer)
     where = {"url": arena.broker.url, "run": RUN, "shards": [SHARD], "journal": str(folder / "journal")}
     batch = {"rows": rows_of(groups, 2), "size": 2, "client": "trainer", "by_row": False}
     await trainer.start({**where, "settings": arena.times, "kill_at": ["logged", 1], "delay_s": 0, "batches": [batch]})
+    await arena.progress.until(lambda: bool(arena.progress.batches) or trainer.gone)
+    (batch_id,) = arena.progress.batches
+    # A worker that was there before could have the trainer killed in the middle of its publishing.
+    await arena.sealed(batch_id)
+    arena.worker("s/0", environment, slots=1)
     assert await trainer.wait(20)
-    return arena.progress.batches[0]
+    return batch_id
 
 
 async def test_a_trainer_that_comes_back_too_late_for_some_groups_is_told_which(tmp_path: Path) -> None:
@@ -39,8 +53,7 @@ async def test_a_trainer_that_comes_back_too_late_for_some_groups_is_told_which(
     because their client stayed away are failures that say so.
     """
     async with arena_on(tmp_path, abandon_after_s=1.0) as arena:
-        arena.worker("s/0", Environment(_slow), slots=1)
-        batch = await _killed_trainer(arena, tmp_path, groups=30)
+        batch = await _killed_trainer(arena, tmp_path, Environment(_slow), groups=30)
         await comes_true(lambda: int(arena.control.hget(arena.keys.batch(batch), "cancelled")))
         async with arena.client(name_wait_s=10.0) as client, await client.resume(batch, on_failure="yield") as back:
             groups = [group async for group in back]
@@ -56,8 +69,7 @@ async def test_a_trainer_that_comes_back_after_its_batch_is_gone_is_told_so(tmp_
     that nobody held.
     """
     async with arena_on(tmp_path, abandon_after_s=1.0, key_ttl_s=2.0) as arena:
-        arena.worker("s/0", Environment(), slots=1)
-        batch = await _killed_trainer(arena, tmp_path, groups=50)
+        batch = await _killed_trainer(arena, tmp_path, Environment(), groups=50)
         await comes_true(lambda: not arena.control.exists(arena.keys.batch(batch)))
         async with arena.client(name_wait_s=10.0) as client:
             with pytest.raises(UnknownBatchError, match=f"batch {batch} is not on the broker.*stayed away"):
@@ -96,8 +108,7 @@ async def test_what_ended_a_client_is_what_its_batch_raises(arena: Arena) -> Non
 async def test_a_failed_group_raises_after_a_late_resume_too(tmp_path: Path) -> None:
     """Whoever did not ask for failures gets the first one raised, also when it is one of absence."""
     async with arena_on(tmp_path, abandon_after_s=1.0) as arena:
-        arena.worker("s/0", Environment(_slow), slots=1)
-        batch = await _killed_trainer(arena, tmp_path, groups=30)
+        batch = await _killed_trainer(arena, tmp_path, Environment(_slow), groups=30)
         await comes_true(lambda: int(arena.control.hget(arena.keys.batch(batch), "cancelled")))
         async with arena.client(name_wait_s=10.0) as client:
             with pytest.raises(GroupFailedError, match="abandon_after_s"):
@@ -109,21 +120,20 @@ async def test_a_trainer_that_was_cut_off_too_long_is_told_which_groups_were_dro
     up, nothing on the broker knew of its groups, and it waited for them until the job's time was over. A client that
     comes back without having died is told like one that resumes.
     """
-    async with arena_on(tmp_path, tcp=True, abandon_after_s=1.0) as arena:
-        proxy = Proxy(arena.broker.url, random.Random(1))
-        await proxy.start()
+    async with (
+        arena_on(tmp_path, tcp=True, abandon_after_s=1.0) as arena,
+        proxy_to(arena) as proxy,
+        asyncio.timeout(30),
+        arena.client(proxy.url) as client,
+        client.run_groups(rows_of(30, 2), 2, on_failure="yield") as batch,
+    ):
+        await arena.sealed(batch.id)
         arena.worker("s/0", Environment(_slow), slots=1)
-        async with (
-            asyncio.timeout(30),
-            arena.client(proxy.url) as client,
-            client.run_groups(rows_of(30, 2), 2, on_failure="yield") as batch,
-        ):
-            groups = [await anext(batch)]
-            proxy.misbehave("reset")
-            await comes_true(lambda: int(arena.control.hget(arena.keys.batch(batch.id), "cancelled")))
-            proxy.heal()
-            groups += [group async for group in batch]
-        await proxy.stop()
+        groups = [await anext(batch)]
+        proxy.misbehave("reset")
+        await comes_true(lambda: int(arena.control.hget(arena.keys.batch(batch.id), "cancelled")))
+        proxy.heal()
+        groups += [group async for group in batch]
     failures = [group for group in groups if isinstance(group, GroupFailure)]
     assert failures
     assert {failure.type for failure in failures} == {"AbandonedError"}

@@ -64,9 +64,10 @@ async def test_groups_on_their_last_chance_follow_one_another_at_once(arena: Are
     """Eight groups were lost with their worker, and ran one at a time on the next, as they must; but each waited up to
     a second for somebody to look whether the one before had ended.
     """
-    await arena.process("s/0", kill_at=["environment", 1], slots=8)
     ends: list[float] = []
     async with arena.client() as client, client.run_groups(rows_of(8, 1, ms=20), 1) as batch:
+        await arena.sealed(batch.id)
+        await arena.process("s/0", kill_at=["start", 8], slots=8)
         await arena.progress.until(lambda: arena.actors[0].gone)
         await arena.process("s/1", slots=8, infra_attempts=2)
         async for _ in batch:

@@ -5,9 +5,6 @@ grow.
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,7 @@ from rolloutbus.broker.channel import Link
 from rolloutbus.broker.messages import ForeignEntryError
 from rolloutbus.collector import GroupFailure
 
-from tests.chaos.proxy import Proxy
-from tests.regressions.arena import Arena, Environment, arena_on, comes_true, completed, rows_of
+from tests.regressions.arena import Arena, Environment, arena_on, comes_true, completed, proxy_to, rows_of
 
 
 async def test_fifty_clients_that_reconnect_at_once_settle(arena: Arena) -> None:
@@ -46,7 +42,7 @@ async def test_a_group_whose_delivery_nobody_saw_is_found_again(tmp_path: Path) 
     own pending list comes first, so nobody has to wait for a lease to run out.
     """
     environment = Environment()
-    async with arena_on(tmp_path, lease_s=60.0, block_s=5.0) as arena, _proxy(arena) as proxy, asyncio.timeout(20):
+    async with arena_on(tmp_path, lease_s=60.0, block_s=5.0) as arena, proxy_to(arena) as proxy, asyncio.timeout(20):
         arena.worker("s/0", environment, url=proxy.url)
         async with arena.client() as client:
             await comes_true(lambda: _blocked_readers(arena))
@@ -60,16 +56,6 @@ async def test_a_group_whose_delivery_nobody_saw_is_found_again(tmp_path: Path) 
         await arena.end()
     assert len(groups) == 1
     assert len(environment.groups) == 1
-
-
-@asynccontextmanager
-async def _proxy(arena: Arena) -> AsyncGenerator[Proxy, None]:
-    proxy = Proxy(arena.broker.url, random.Random(1))
-    await proxy.start()
-    try:
-        yield proxy
-    finally:
-        await proxy.stop()
 
 
 def _blocked_readers(arena: Arena) -> int:

@@ -91,6 +91,7 @@ async def test_a_draining_worker_lets_its_groups_finish_and_takes_no_other(stack
     worker = await stack.worker(EachRow(held.rollout), slots=2)
     client = await stack.connected()
     async with client.run_groups(rows_of(4), 2) as batch:
+        await stack.happens("published", 4)
         await stack.happens("taken", 2)
         worker.drain()
         held.go.set()

@@ -144,10 +144,12 @@ async def test_a_row_that_never_ends_fails_its_group_at_the_deadline_and_the_oth
         return {"row": row["_rowidx"]}
 
     environment = EachRow(rollout)
-    await stack.worker(environment, group_timeout_s=1.0)
     client = await stack.connected()
     async with client.run_groups(rows_of(8), 2, on_failure="yield") as batch:
+        # The deadline counts from when the first group is taken, so publishing must not go on beside it.
+        await stack.happens("published", 8)
         began = time.monotonic()
+        await stack.worker(environment, group_timeout_s=1.0)
         others = [await anext(batch) for _ in range(7)]
         others_took = time.monotonic() - began
         failure = await anext(batch)

@@ -80,7 +80,7 @@ async def test_a_batch_goes_on_in_a_new_process_after_its_trainer_was_killed(sta
         batch_id = (await first.event())["batch"]
         taken = [(await first.event())["group"] for _ in range(4)]
         # It asked for the fifth, so the first three are acknowledged at least; and only what is sealed can be resumed.
-        await until(lambda: handed(stack, batch_id) >= 3 and is_sealed(stack, batch_id))
+        await until(lambda: is_sealed(stack, batch_id) and handed(stack, batch_id) >= 3)
         acknowledged = [group for group in taken if record(stack, batch_id, group)[0] == "handed"]
         first.process.kill()
         await first.process.wait()
@@ -157,7 +157,7 @@ async def test_a_batch_of_which_a_broker_lost_what_had_ended_goes_on_too() -> No
                 batch_id = (await first.event())["batch"]
                 taken = {(await first.event())["group"] for _ in range(4)}
                 await stack.happens("finished", 6)
-                await until(lambda: handed(stack, batch_id) >= 3 and is_sealed(stack, batch_id))
+                await until(lambda: is_sealed(stack, batch_id) and handed(stack, batch_id) >= 3)
                 broker.kill()
                 broker.restart()
                 stack.host()

@@ -133,6 +133,10 @@ class Stage:
         record = self.redis.hget(self.keys.batch(batch.id), f"g:{group}")
         return str(record).partition(" ")[0]
 
+    def sealed(self, batch: GroupBatch) -> None:
+        """Return once all groups of the batch are published."""
+        comes_true(lambda: self.redis.hget(self.keys.batch(batch.id), "state") == "sealed")
+
     def strike(self) -> None:
         if self.client is not None:
             self.client.close_now()

@@ -92,6 +92,7 @@ def test_operator_cancels_replays_and_drops_but_the_observer_may_not(
     try:
         stage.instance(slots=1)
         batch = stage.batch(rows_of("fail", "wait", "wait"))
+        stage.sealed(batch)
         take(batch, 1)
         monkeypatch.setenv("REDIS_URL", url_of(guarded_broker, "observer"))
         assert "NOPERM" in call("cancel", batch.id, code=1).said

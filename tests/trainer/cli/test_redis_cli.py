@@ -75,6 +75,7 @@ def test_the_documented_commands_are_the_known_ones() -> None:
 def test_what_redis_cli_prints_is_what_inspection_says(stage: Stage, broker: EmbeddedBroker) -> None:
     stage.instance(slots=2)
     batch = stage.batch(rows_of("ok", "wait", "wait", "ok", "fail"))
+    stage.sealed(batch)
     take(batch, 1)
     comes_true(lambda: stage.status(batch, 1) == stage.status(batch, 2) == "running")
     comes_true(lambda: stage.redis.hget(stage.keys.instance(SHARD), "running") == "2")

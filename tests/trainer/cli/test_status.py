@@ -21,6 +21,7 @@ from .conftest import ROUTE, RUN, SHARD, Stage, call, comes_true, rows_of, take
 def test_status_counts_what_is_queued_running_and_done(stage: Stage) -> None:
     stage.instance(slots=2)
     batch = stage.batch(rows_of("ok", "wait", "wait", "ok", "ok"))
+    stage.sealed(batch)
     take(batch, 1)
     comes_true(lambda: stage.status(batch, 1) == stage.status(batch, 2) == "running")
     run = call("status", "--json").json["runs"][0]
@@ -124,6 +125,7 @@ def test_unreachable_broker_is_one_line_and_no_stack() -> None:
 def test_cancel_ends_the_batch_and_tells_its_client(stage: Stage) -> None:
     stage.instance(slots=1)
     batch = stage.batch(rows_of("wait", "wait", "wait"))
+    stage.sealed(batch)
     comes_true(lambda: stage.status(batch, 0) == "running")
     assert call("cancel", batch.id, "--reason", "wrong checkpoint", "--json").json["cancelled_groups"] == 3
     with pytest.raises(BatchCancelledError, match="wrong checkpoint"):
