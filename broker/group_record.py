@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-ENDED: Final = frozenset({"done", "handed", "failed"})
+ENDED: Final = frozenset({"done", "handed", "failed", "abandoned"})
 # What a group is that is out and that nobody runs, for whoever waits for it.
 WAITING: Final[Mapping[str, str]] = {
     "queued": "not taken",

@@ -128,8 +128,8 @@ class Sweeper:
         if replies[3] < len(results):
             await self._make_results(batch, shards)
         states = [parse_state(group, raw) for group, raw in zip(out, replies[1][1:], strict=True) if raw]
-        if replies[1][0] == b"sealed":
-            self._end_abandoned(watched, out, states)
+        self._end_abandoned(watched, out, states, is_sealed=replies[1][0] == b"sealed")
+        states = [state for state in states if state.status != "abandoned"]
         records = _records(replies[2])
         alive = await self._alive(records)
         await self._expire_late(watched, states, records, now_ms)
@@ -144,9 +144,15 @@ class Sweeper:
                 "went with it fail, what was running runs again", batch, shard,
             )  # fmt: skip
 
-    def _end_abandoned(self, watched: Watched, out: Sequence[int], states: Sequence[GroupState]) -> None:
-        """All groups of a sealed batch were published: one without a record was dropped while this client was away."""
-        for group in set(out).difference(state.group for state in states):
+    def _end_abandoned(
+        self, watched: Watched, out: Sequence[int], states: Sequence[GroupState], *, is_sealed: bool
+    ) -> None:
+        """End what was dropped while this client was away. All groups of a sealed batch were published, so one without
+        a record is over too.
+        """
+        dropped = {state.group for state in states if state.status == "abandoned"}
+        unknown = set(out).difference(state.group for state in states) if is_sealed else set[int]()
+        for group in sorted(dropped | unknown):
             watched.collection.fail(group, ABANDONED)
 
     async def _alive(self, records: Mapping[str, ShardRecord]) -> dict[str, list[str]]:

@@ -61,7 +61,7 @@ class StoredBatch:
         """What has become of its groups while the client was away."""
         for group in range(self.record.groups):
             state = self._state(group)
-            if state is None and self.record.cancelled:
+            if self.record.cancelled and (state is None or state.status == "abandoned"):
                 collection.fail(group, ABANDONED)
             elif state is None:
                 collection.skip(group)
@@ -69,7 +69,7 @@ class StoredBatch:
                 collection.skip(group, completed=not state.told, failed=state.told)
 
     def _state(self, group: int) -> GroupRecord | None:
-        """Its record; None where it has none, because it was dropped."""
+        """Its record; None where it has none."""
         raw = self._fields.get(f"g:{group}")
         record = None if raw is None else parse_group_record(raw.encode())
         if raw is not None and record is None:

@@ -12,7 +12,7 @@ for group in string.gmatch(ARGV[3], '%d+') do
   if r and r.status == 'failed' then
     r.token = 'told'
     save(KEYS[1], group, r)
-  elseif r and (r.status == 'done' or r.accepted == h[3]) and r.status ~= 'handed' and h[1] ~= 'closed' then
+  elseif r and (r.status == 'done' or (r.accepted == h[3] and not has_ended(r))) and h[1] ~= 'closed' then
     if r.status ~= 'done' then
       drop_entry(KEYS[3], r.entry)
       redis.call('HINCRBY', KEYS[1], 'completed', 1)

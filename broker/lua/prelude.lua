@@ -1,6 +1,6 @@
 -- What every transition shares. A group's record is one field of the batch hash, `g:<group>`, ten words long:
 --   status attempt token instance entry infra data accepted bytes first_take
--- status: queued, parked, delayed, suspect (delayed, on its last chance), running, done, handed, failed. `infra` and `data` count lost attempts by class, `first_take` is broker time in ms.
+-- status: queued, parked, delayed, suspect (delayed, on its last chance), running, done, handed, failed, abandoned. `infra` and `data` count lost attempts by class, `first_take` is broker time in ms.
 local WORKERS = 'workers'
 local RECORD = '^(%S+) (%d+) (%S+) (%S+) (%S+) (%d+) (%d+) (%d+) (%d+) (%d+)$'
 
@@ -17,7 +17,8 @@ local function parse(raw)
   return r.status and r or nil
 end
 
-local function has_ended(r) return r.status == 'done' or r.status == 'handed' or r.status == 'failed' end
+local ENDED = { done = true, handed = true, failed = true, abandoned = true }
+local function has_ended(r) return ENDED[r.status] end
 
 local function is_delayed(r) return r.status == 'delayed' or r.status == 'suspect' end
 
@@ -71,6 +72,14 @@ end
 local function count_stale(batch_key, events, batch, group, r, instance, what)
   redis.call('HINCRBY', batch_key, 'stale_writes', 1)
   note(events, 'refused', batch, group, r and r.attempt or 0, instance, what .. ' by an attempt that lost its lease')
+end
+
+-- The client of this group stayed away for too long. Its record stays, so that a publication that is repeated finds it and is not another one.
+local function abandon(batch_key, events, batch, group, r, instance)
+  r.status, r.token = 'abandoned', '-'
+  save(batch_key, group, r)
+  redis.call('HINCRBY', batch_key, 'cancelled', 1)
+  note(events, 'abandoned', batch, group, r.attempt, instance, 'its client is gone')
 end
 
 local function drop_entry(groups, entry)

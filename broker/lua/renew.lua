@@ -24,9 +24,7 @@ for i = 15, #ARGV, 4 do
   else
     local absent = owner_absence(ARGV[8] .. 'owner:' .. h[2], tonumber(ARGV[5]), now)
     if absent and absent > tonumber(ARGV[6]) and ARGV[7] == '1' then
-      redis.call('HDEL', batch, 'g:' .. ARGV[i + 2])
-      redis.call('HINCRBY', batch, 'cancelled', 1)
-      note(KEYS[5], 'abandoned', string.match(batch, ':batch:(.+)$'), ARGV[i + 2], r.attempt, r.instance, 'its client is gone')
+      abandon(batch, KEYS[5], string.match(batch, ':batch:(.+)$'), ARGV[i + 2], r, r.instance)
       answer = 'gone'
     end
   end

@@ -4,7 +4,7 @@
 local h = redis.call('HMGET', KEYS[1], 'state', 'owner', 'groups', 'published')
 if not h[1] or h[1] == 'closed' then return { 'closed' } end
 if h[2] ~= ARGV[1] then return { 'not-owner' } end
--- A group that was dropped while the client was away has no record either, and is counted already.
+-- A record that somebody deleted is missing too, and its group is counted already.
 local lost = h[3] - h[4]
 for i = 3, #ARGV, 2 do
   local group, word = ARGV[i], ARGV[i + 1]

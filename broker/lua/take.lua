@@ -51,10 +51,8 @@ end
 local absent = owner_absence(KEYS[3], tonumber(ARGV[11]), now)
 if absent and absent > tonumber(ARGV[12]) and ARGV[10] == '1' then
   if first then count_queued(KEYS[1], KEYS[2], -tonumber(r.bytes)) end
-  redis.call('HDEL', KEYS[1], 'g:' .. group)
-  redis.call('HINCRBY', KEYS[1], 'cancelled', 1)
+  abandon(KEYS[1], KEYS[8], batch, group, r, ARGV[9])
   drop_entry(KEYS[2], entry)
-  note(KEYS[8], 'abandoned', batch, group, r.attempt, ARGV[9], 'its client is gone')
   return { 'gone' }
 end
 local full = first and (tonumber(h[2]) or 0) >= (tonumber(h[3]) or math.huge)

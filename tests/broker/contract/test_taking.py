@@ -430,6 +430,22 @@ async def test_groups_of_an_owner_gone_for_good_are_dropped_and_counted(stage: S
     assert books.balanced
 
 
+async def test_a_dropped_group_that_is_published_again_is_no_other_one(stage: Stage):
+    """The reply to a publication was lost with the connection, and sent again once its group had been dropped."""
+    batch = await stage.opened(2)
+    await stage.published(batch, 0)
+    await abandon(stage, batch.client)
+    worker = stage.worker()
+    assert (await take(worker, await stage.delivered(worker))).status == "gone"
+    await batch.client.own()
+    assert [answer.status for answer in await stage.published(batch, 0, 1)] == ["repeated", "ok"]
+    assert (await stage.count(batch, "published"), await stage.count(batch, "cancelled")) == (2, 1)
+    assert await batch.client.seal(batch.id) == "ok"
+    books = await batch.close()
+    assert books is not None
+    assert (books.published, books.cancelled, books.balanced) == (2, 2, True)
+
+
 async def test_nobody_abandons_without_having_observed(stage: Stage):
     batch = await stage.sealed(2)
     worker = stage.worker()
