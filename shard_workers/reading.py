@@ -109,8 +109,8 @@ class GroupReader:
 
     def _count(self, free: int) -> int:
         """How many groups to read at once, at most `free`: what waited here for a slot could run elsewhere. Of several
-        replicas each takes half of its part of what waits, or two more than were there lately: the first one to see a
-        burst leaves the others theirs.
+        replicas each takes its part of what waits, or two more than were there lately: the first one to see a burst
+        leaves the others theirs.
         """
         since = time.monotonic() - SHORT_GROUP_S
         while self._short_ended and self._short_ended[0] < since:
@@ -120,7 +120,7 @@ class GroupReader:
             return 1
         most = max(MOST_LARGE_AT_ONCE, int(RESULTS_AT_ONCE / max(self._group_bytes(), 1.0)))
         if self.replicas > 1:
-            part = max(self.waiting // (2 * self.replicas), 2 + self._pace)
+            part = max(self.waiting // self.replicas, 2 + self._pace)
             most = min(most, part, 1 + len(self._short_ended))
         return min(free, most, MOST_AT_ONCE)
 
