@@ -48,7 +48,13 @@ MUTATIONS = (
     Mutation("publish: owner", "publish", "elseif h[2] ~= ARGV[1] then refusal = 'not-owner'", "elseif false then"),
     Mutation("publish: once", "publish", "elseif h[3] then refusal = 'repeated'", "elseif false then"),
     Mutation("publish: open", "publish", "if not h[1] or h[1] == 'closed' then refusal", "if false then refusal"),
-    Mutation("seal: all published", "seal", "elseif h[3] ~= h[4] then", "elseif false then"),
+    Mutation("seal: all published", "seal", "if h[3] ~= h[4] then return", "if false then return"),
+    Mutation(
+        "take: a dropped group keeps its record",
+        "prelude",
+        "r.status, r.token = 'abandoned', '-'\n  save(batch_key, group, r)",
+        "redis.call('HDEL', batch_key, 'g:' .. group)",
+    ),
     Mutation("accept: token", "accept", "or r.token ~= token or", "or"),
     Mutation("accept: running", "accept", "or r.status ~= 'running' then", "then"),
     Mutation(
@@ -69,8 +75,8 @@ MUTATIONS = (
     Mutation("take: crash budget", "take", "if r.infra >= tonumber(ARGV[13]) then", "if false then"),
     Mutation("take: last chance alone", "take", "if suspect and runs_suspect(", "if false and runs_suspect("),
     Mutation("take: room is for what never ran", "take", "if absent and not first then", "if false then"),
-    Mutation("claim: not where it failed", "claim", "if not failed_on[ARGV[2]] then", "if last ~= ARGV[2] then"),
-    Mutation("claim: last chance alone", "claim", "and not (suspect and has_suspect) then", "then"),
+    Mutation("claim: not where it failed", "claim", "if not failed_on[ARGV[2]] or", "if last ~= ARGV[2] or"),
+    Mutation("claim: last chance alone", "claim", "if not (suspect and has_suspect) then", "if true then"),
     Mutation(
         "claim: lease",
         "claim",
