@@ -222,14 +222,14 @@ class ClientTransitions:
             [keys.batch(group.batch), keys.groups(shard), keys.delayed(shard), keys.parked(shard),
              keys.results(self.client, shard), keys.dead, keys.events],
             group.batch, group.group, group.route, entry or "-", group.first_row, group.rows, self.incarnation, reason,
-            int(timeout_s * 1000), failure.packed(),
+            int(timeout_s * 1000), failure.packed(), self._settings.max_dead_bytes,
         )  # fmt: skip
         return (await run_step(self._runner, command))[0][0].decode()
 
     async def set_aside(self, shard: str, entry: str, reason: str) -> None:
         """Move a stranger's entry from a results stream to the dead letters."""
         keys = [self._keys.results(self.client, shard), self._keys.dead, self._keys.events]
-        await run_step(self._runner, SCRIPTS["set_aside"].call(keys, entry, reason))
+        await run_step(self._runner, SCRIPTS["set_aside"].call(keys, entry, reason, self._settings.max_dead_bytes))
 
     async def close(self, batch: str, queued: Mapping[str, Sequence[str]]) -> Books | None:
         """End the batch: its keys go, what was queued is dropped. None: it was gone already. `queued`: entry ids per

@@ -1,6 +1,6 @@
 """The Lua sources, put together and named by their hash.
 
-Each script begins with what it shares (`prelude`, and `bury` or `purge` where it calls them), so one EVALSHA is one
+Each script begins with what it shares (`prelude`, and of the others what it calls), so one EVALSHA is one
 transition. The hash in the call lets two product versions share a broker.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .channel import Arg, Channel, Command
 
 _FOLDER = Path(__file__).parent / "lua"
-_SHARED = ("prelude", "bury", "purge")
+_SHARED = ("prelude", "keep_letter", "bury", "purge")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,18 @@ class Script:
         return ("EVALSHA", self.sha, len(keys), *keys, *args)
 
 
+def _read(name: str) -> str:
+    return (_FOLDER / f"{name}.lua").read_text(encoding="utf-8")
+
+
 def _assemble(name: str) -> Script:
-    body = (_FOLDER / f"{name}.lua").read_text(encoding="utf-8")
-    shebang, _, rest = body.partition("\n") if body.startswith("#!") else ("", "", body)
-    shared = [
-        (_FOLDER / f"{part}.lua").read_text(encoding="utf-8")
-        for part in _SHARED
-        if part == "prelude" or f"{part}(" in rest
-    ]
-    source = "\n".join([shebang] * bool(shebang) + [*shared, rest])
+    body = _read(name)
+    shebang, _, source = body.partition("\n") if body.startswith("#!") else ("", "", body)
+    # From the last one on, because each may call those before it.
+    for part in reversed(_SHARED):
+        if part == "prelude" or f"{part}(" in source:
+            source = f"{_read(part)}\n{source}"
+    source = "\n".join([shebang] * bool(shebang) + [source])
     return Script(name, source, hashlib.sha1(source.encode()).hexdigest())
 
 

@@ -45,6 +45,7 @@ class BrokerSettings(BaseModel):
     max_payload_bytes: int = Field(default=256 * MEBIBYTE, gt=0)
     max_queued_bytes: int = Field(default=256 * MEBIBYTE, gt=0)
     max_unread_bytes: int = Field(default=256 * MEBIBYTE, gt=0)
+    max_dead_bytes: int = Field(default=256 * MEBIBYTE, gt=0)
     memory_high_ratio: float = Field(default=0.7, gt=0, le=1)
     stall_warning_s: Seconds = Field(default=60.0, gt=0)
     sweep_every_s: Seconds = Field(default=5.0, gt=0)

@@ -204,7 +204,7 @@ class WorkerTransitions:
              keys.instance(self._identity.label)],
             group.batch, group.group, group.route, group.entry, group.first_row, group.rows, token,
             self._identity.consumer, self._identity.label, int(observing), at.lease_ms, at.abandon_ms,
-            crash_limit, _crash(crash_limit),
+            crash_limit, _crash(crash_limit), at.max_dead_bytes,
         )  # fmt: skip
         reply = (await run_step(self._runner, command))[0]
         if reply[0] != b"ok":
@@ -307,7 +307,7 @@ class WorkerTransitions:
              keys.dead, keys.events],
             group.batch, group.group, group.route, group.first_row, group.rows, attempt.token,
             self._identity.label, failure.failure_class, limit, int(delay_s * 1000), failure.packed(),
-            excerpt(f"{failure.type}: {failure.message}", 300),
+            excerpt(f"{failure.type}: {failure.message}", 300), self.settings.max_dead_bytes,
         )  # fmt: skip
         return (await run_step(self._runner, command))[0][0].decode()
 
@@ -324,7 +324,9 @@ class WorkerTransitions:
         """Move a stranger's entry to the dead letters."""
         await run_step(
             self._runner,
-            SCRIPTS["set_aside"].call([self._groups, self._keys.dead, self._keys.events], entry, reason),
+            SCRIPTS["set_aside"].call(
+                [self._groups, self._keys.dead, self._keys.events], entry, reason, self.settings.max_dead_bytes
+            ),
         )
 
     async def peers(self) -> Peers:

@@ -1,6 +1,6 @@
 -- Ends a group for good: dead letter with its whole entry, failure to the client, entry gone, books kept.
 -- k: batch, groups, results, dead, events. w: batch, group, route, rows, first_row, reason, failure (msgpack).
-local function bury(k, w, r)
+local function bury(k, w, r, most_dead_bytes)
   local found = redis.call('XRANGE', k.groups, r.entry, r.entry)
   local letter = { 'reason', w.reason, 'failure', w.failure, 'failed_attempt', r.attempt, 'failed_on', r.instance }
   if found[1] then
@@ -10,7 +10,7 @@ local function bury(k, w, r)
       letter[#letter + 1] = word
     end
   end
-  redis.call('XADD', k.dead, 'MAXLEN', '~', 1000, '*', unpack(letter))
+  keep_letter(k.dead, letter, most_dead_bytes)
   drop_entry(k.groups, r.entry)
   if is_stream(k.results) then
     redis.call('XADD', k.results, '*', 'kind', 'failed', 'batch', w.batch, 'group', w.group, 'route', w.route, 'rows', w.rows,

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- The client ends a group that nobody will finish in time, or brings one back that nobody knows of any more.
 -- KEYS: batch, groups, delayed, parked, results, dead, events
--- ARGV: batch, group, route, entry or '-', first_row, rows, incarnation, reason(deadline|no_instance|vanished), timeout_ms, failure
+-- ARGV: batch, group, route, entry or '-', first_row, rows, incarnation, reason(deadline|no_instance|vanished), timeout_ms, failure, max_dead_bytes
 -- {'dead' | 'again' | 'early' | 'over' | 'gone' | 'not-owner'}
 local batch, group = ARGV[1], ARGV[2]
 
@@ -57,5 +57,5 @@ for _, m in ipairs(waits) do redis.call('ZREM', KEYS[3], m) end
 redis.call('HINCRBY', KEYS[1], 'dead_groups', 1)
 if r.entry == '-' then r.entry = '0-1' end
 bury({ batch = KEYS[1], groups = KEYS[2], results = KEYS[5], dead = KEYS[6], events = KEYS[7] },
-  { batch = batch, group = group, route = ARGV[3], rows = ARGV[6], first_row = ARGV[5], reason = ARGV[8], failure = ARGV[10] }, r)
+  { batch = batch, group = group, route = ARGV[3], rows = ARGV[6], first_row = ARGV[5], reason = ARGV[8], failure = ARGV[10] }, r, ARGV[11])
 return { 'dead' }

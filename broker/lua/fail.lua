@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- An attempt failed: the group waits for a retry in `delayed`, or is buried once its class has used its attempts up.
 -- KEYS: batch, groups, delayed, results, dead, events
--- ARGV: batch, group, route, first_row, rows, token, instance, class(infra|data), limit, delay_ms, failure, reason
+-- ARGV: batch, group, route, first_row, rows, token, instance, class(infra|data), limit, delay_ms, failure, reason, max_dead_bytes
 -- {'retry' | 'dead' | 'stale' | 'gone'}
 local batch, group = ARGV[1], ARGV[2]
 local h = redis.call('HMGET', KEYS[1], 'state', 'g:' .. group)
@@ -17,7 +17,7 @@ r[ARGV[8]] = r[ARGV[8]] + 1
 if r[ARGV[8]] >= tonumber(ARGV[9]) then
   redis.call('HINCRBY', KEYS[1], 'dead_groups', 1)
   bury({ batch = KEYS[1], groups = KEYS[2], results = KEYS[4], dead = KEYS[5], events = KEYS[6] },
-    { batch = batch, group = group, route = ARGV[3], rows = ARGV[5], first_row = ARGV[4], reason = ARGV[12], failure = ARGV[11] }, r)
+    { batch = batch, group = group, route = ARGV[3], rows = ARGV[5], first_row = ARGV[4], reason = ARGV[12], failure = ARGV[11] }, r, ARGV[13])
   return { 'dead' }
 end
 local failed_on = {}

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Turns a delivered entry into an attempt with its own token, or says why not.
 -- KEYS: batch, groups, owner, accepted, parked, results, dead, events, delayed, instance
--- ARGV: batch, group, route, entry, first_row, rows, token, consumer, instance, observing(0|1), lease_ms, abandon_ms, crash_limit, crash_failure
+-- ARGV: batch, group, route, entry, first_row, rows, token, consumer, instance, observing(0|1), lease_ms, abandon_ms, crash_limit, crash_failure, max_dead_bytes
 -- {'ok', attempt, infra, data, ms since the first take, accepted positions, ms since it was published,
 -- about how many groups of its batch wait for their first take on this shard}, or {'stale' | 'gone' | 'parked' | 'dead' | 'suspect' | 'unknown'}
 local batch, group, entry, token = ARGV[1], ARGV[2], ARGV[4], ARGV[7]
@@ -33,7 +33,7 @@ if r.status == 'running' and r.token ~= token then
     r.token = '-'
     redis.call('HINCRBY', KEYS[1], 'dead_groups', 1)
     bury({ batch = KEYS[1], groups = KEYS[2], results = KEYS[6], dead = KEYS[7], events = KEYS[8] },
-      { batch = batch, group = group, route = ARGV[3], rows = ARGV[6], first_row = ARGV[5], reason = 'crashed', failure = ARGV[14] }, r)
+      { batch = batch, group = group, route = ARGV[3], rows = ARGV[6], first_row = ARGV[5], reason = 'crashed', failure = ARGV[14] }, r, ARGV[15])
     return { 'dead' }
   end
   -- One more loss and it is buried. If it is what kills its instances, it must not take another in the same plight with it.

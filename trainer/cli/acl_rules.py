@@ -76,6 +76,7 @@ _COLLECTOR = Role(
         Grant("groups:*", "xlen xrange xpending xinfo|groups xdel xack"),
         Grant(_QUEUES, "zadd zrange zrem zscore"),
         Grant("events dead", "xadd"),
+        Grant("dead", "xlen xtrim memory|usage"),
         Grant("instance:*", "exists"),
         Grant("routes shards", "hgetall"),
     ),
@@ -85,7 +86,7 @@ _WORKER = Role(
     f"{_CONNECT} {_SCRIPTS} client|unblock",
     f"batch:* accepted:* owner:* groups:* results:* instance:* events dead {_QUEUES}",
     (
-        Grant("batch:*", f"{_BATCH} hdel"),
+        Grant("batch:*", _BATCH),
         Grant("owner:*", "get"),
         Grant("groups:*", "xreadgroup xrange xpending xclaim xack xdel xgroup|create xgroup|delconsumer"),
         Grant(_QUEUES, "zadd zrem zcard zrangebyscore"),
@@ -93,6 +94,7 @@ _WORKER = Role(
         Grant("results:*", "xadd xrevrange xdel"),
         Grant("instance:*", "hget hset del"),
         Grant("events dead", "xadd"),
+        Grant("dead", "xlen xtrim memory|usage"),
         Grant("shards", "hget"),
     ),
 )

@@ -45,7 +45,7 @@ Everything = Annotated[bool, typer.Option("--all", help="All letters of the run.
 
 
 def list_letters(broker_url: BrokerUrl = None, run: RunName = None, as_json: AsJson = False) -> None:
-    """List the run's dead letters, oldest first. The newest 1,000 or so are kept.
+    """List the run's dead letters, oldest first: the newest 1,000 or so, as far as `max_dead_bytes` has room.
 
     Example: rolloutbus dead list --run exp1
     """

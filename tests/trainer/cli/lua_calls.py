@@ -15,7 +15,7 @@ FAMILIES = {"batch", "accepted", "owner", "groups", "delayed", "parked", "result
 FOUND_BY_SCAN = {"open_batch": {"key": frozenset({"batch"})}}
 KEYLESS = {"time", "scan"}
 NAMES_SEVERAL = {"del", "exists"}
-SUBCOMMANDS = {"xgroup", "xinfo"}
+SUBCOMMANDS = {"memory", "xgroup", "xinfo"}
 
 Family = frozenset[str]
 Names = Mapping[str, Family]

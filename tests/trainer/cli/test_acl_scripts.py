@@ -182,4 +182,5 @@ def test_what_a_function_of_the_scripts_does_is_done_to_the_keys_that_it_is_give
     uses = uses_of(SCRIPTS["set_aside"].source, ["results", "dead", "events"])
     assert {(use.command, *use.families) for use in uses} == {
         ("xrange", "results"), ("xack", "results"), ("xdel", "results"), ("xadd", "dead"), ("xadd", "events"),
+        ("xlen", "dead"), ("xtrim", "dead"), ("memory|usage", "dead"),
     }  # fmt: skip

@@ -1,0 +1,44 @@
+"""How many dead letters are kept: by number, and by the memory they take."""
+
+from __future__ import annotations
+
+from rolloutbus.broker.channel import Payload
+
+from tests.broker.contract.stage import FAILURE, SHARD, Batch, Stage
+
+ROWS = 100_000
+
+
+async def large(stage: Stage, groups: int) -> Batch:
+    """A sealed batch whose groups hold ROWS bytes each."""
+    batch = await stage.opened(groups)
+    batch.groups = [group._replace(payload=Payload.of([bytes(ROWS)])) for group in batch.groups]
+    await stage.published(batch)
+    assert await batch.client.seal(batch.id) == "ok"
+    return batch
+
+
+async def kept(stage: Stage) -> list[bytes]:
+    return [letter[b"group"] for letter in await stage.dead_letters()]
+
+
+async def test_the_oldest_letters_go_where_all_of_them_would_take_too_much_memory(real_stage: Stage):
+    """Fakeredis does not tell what a key takes."""
+    await large(real_stage, 6)
+    worker = real_stage.worker()
+    worker.settings = worker.settings.model_copy(update={"max_dead_bytes": 3 * ROWS + ROWS // 2})
+    for _ in range(6):
+        assert await worker.fail(await real_stage.taken(worker), FAILURE, limit=1, delay_s=0) == "dead"
+    assert await kept(real_stage) == [b"3", b"4", b"5"]
+
+
+async def test_the_newest_letter_stays_whatever_it_takes(real_stage: Stage):
+    """Also where the client ends the group, or a stranger's entry is set aside."""
+    batch = await large(real_stage, 3)
+    worker, client = real_stage.worker(), real_stage.client(max_dead_bytes=1)
+    worker.settings = worker.settings.model_copy(update={"max_dead_bytes": 1})
+    assert await worker.fail(await real_stage.taken(worker), FAILURE, limit=1, delay_s=0) == "dead"
+    await worker.set_aside((await real_stage.delivered(worker)).entry, "strange")
+    assert await kept(real_stage) == [b"1"]
+    assert await client.expire(SHARD, batch.groups[2], batch.entries[2], "no_instance", 0, FAILURE) == "dead"
+    assert await kept(real_stage) == [b"2"]
