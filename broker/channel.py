@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import hiredis
-from redis.backoff import ExponentialWithJitterBackoff
 
 from .errors import BrokerError, BrokerTimeoutError, BrokerUnavailableError, ClosedError
 from .handshake import NOT_READY, Hello, greet, open_transport, translate
+from .outage import Outage
 from .replies import NOTHING, LargeReplies, ReplyError, SmallReplies
 from .settings import BrokerSettings, redacted
 from .sockets import HIGH_WATER, SocketTransport
@@ -32,8 +32,6 @@ Buffer = bytes | memoryview
 # Below this size one copy is cheaper than another buffer in the write.
 JOIN_BELOW = 16_384
 _AWAY_S = 1.0
-# It keeps nothing between calls, and making one for each command would be felt.
-_BACKOFF = ExponentialWithJitterBackoff(cap=1.0, base=0.02)
 
 
 class Payload(NamedTuple):
@@ -339,21 +337,21 @@ class Link:
 
     async def retrying(self, use: Callable[[Channel], Awaitable[list[Any]]]) -> list[Any]:
         """Call `use` with an open channel until it gets an answer; connection errors reconnect with jitter."""
-        started, failures = time.monotonic(), 0
+        started = time.monotonic()
+        outage: Outage | None = None
         while True:
             try:
                 return await use(await self.channel())
             except (BrokerUnavailableError, BrokerTimeoutError) as error:
-                failures += 1
                 waited = time.monotonic() - started
                 if self._closed or waited > self.settings.reconnect_timeout_s:
                     raise BrokerUnavailableError(
                         f"{self._purpose}: no answer from {redacted(self.settings.url)} for {waited:.0f} s ({error}); "
                         "check that the broker runs and is reachable from here"
                     ) from None
-                if failures in (1, 10) or failures % 60 == 0:
-                    log.warning("%s: waiting for the broker since %.1f s (%s)", self._purpose, waited, error)
-                await asyncio.sleep(_BACKOFF.compute(min(failures, 12)))
+                # Made only now: nearly every call succeeds at once.
+                outage = outage or Outage(log, self._purpose, started)
+                await outage.pause(error)
 
     def reset(self) -> None:
         """Drop the open channel; the next use connects again."""

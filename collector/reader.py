@@ -14,14 +14,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from redis.backoff import ExponentialWithJitterBackoff
-
 from ..broker.channel import Channel, Command, Link, ReplyError
 from ..broker.client_transitions import ClientTransitions
 from ..broker.errors import BrokerTimeoutError, BrokerUnavailableError, OwnershipLostError, RolloutBusError
 from ..broker.handshake import translate
 from ..broker.keys import Keys
 from ..broker.messages import ForeignEntryError, ResultEntry, parse_result
+from ..broker.outage import Outage
 from ..broker.settings import BrokerSettings
 from .collection import BatchCollection, Handover
 
@@ -132,20 +131,17 @@ class Collector:
                 await self._channel.close()
 
     async def _read_for_ever(self) -> None:
-        backoff, failures = ExponentialWithJitterBackoff(cap=1.0, base=0.02), 0
+        outage = Outage(log, "collector")
         while True:
             await self._work.wait()
             began = time.monotonic()
             try:
                 entries, emptied = await self._read()
-                failures = 0
+                outage.over()
             except (BrokerUnavailableError, BrokerTimeoutError) as error:
-                failures += 1
                 # Perhaps it is more than this server sends at once.
                 self._entry_bytes = min(2 * self._entry_bytes, READ_BYTES)
-                if failures in (1, 10) or failures % 60 == 0:
-                    log.warning("collector: waiting for the broker (%s)", error)
-                await asyncio.sleep(backoff.compute(min(failures, 12)))
+                await outage.pause(error)
                 continue
             await self._dispatch(entries)
             self._taken_in.update(dict.fromkeys(emptied, began))

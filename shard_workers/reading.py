@@ -13,11 +13,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from redis.backoff import ExponentialWithJitterBackoff
-
 from ..broker.channel import Channel, Link, ReplyError
 from ..broker.errors import BrokerTimeoutError, BrokerUnavailableError
 from ..broker.handshake import translate
+from ..broker.outage import Outage
 from ..broker.settings import BrokerSettings
 from ..broker.worker_transitions import WorkerTransitions
 from .slots import Slots
@@ -68,18 +67,15 @@ class GroupReader:
 
     async def entries(self, slots: Slots) -> AsyncIterator[RawEntry]:
         """Deliver entries until `stop`, reading only while a slot is free; whoever gets one occupies the slot."""
-        backoff, failures = ExponentialWithJitterBackoff(cap=1.0, base=0.02), 0
+        outage = Outage(log, self._purpose)
         while not self._stopped:
             await slots.any_free()
             try:
                 ready = self._channel if self._channel is not None and not self._channel.broken else None
                 got = await (self._read(ready, slots.free) if ready else self._connect())
-                failures = 0
+                outage.over()
             except (BrokerUnavailableError, BrokerTimeoutError) as error:
-                failures += 1
-                if failures in (1, 10) or failures % 60 == 0:
-                    log.warning("%s: waiting for the broker (%s)", self._purpose, error)
-                await asyncio.sleep(backoff.compute(min(failures, 12)))
+                await outage.pause(error)
                 continue
             self._pace = max(1, len(got), self._pace // 2)
             for entry in got:
