@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,8 +13,12 @@ from ..broker.keys import Keys
 from ..broker.shard_records import ShardRecord, parse_record
 from ..broker.steps import Runner
 
+log = logging.getLogger("rolloutbus.producer")
+
 VERSION_FIELD = ":version"
 _POLL_S = 0.2
+# A fleet that is just starting needs longer, and whoever mistyped the run's name should not wait for the end.
+_TOLD_AFTER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +42,24 @@ async def read_route_map(runner: Runner, keys: Keys) -> RouteMap | None:
 
 async def wait_for_route_map(runner: Runner, keys: Keys, timeout_s: float) -> RouteMap:
     """The map of the run, waiting for a fleet at most `timeout_s`; raises `NoInstanceError` naming the run."""
-    deadline = time.monotonic() + timeout_s
+    began, told = time.monotonic(), False
     while True:
         found = await read_route_map(runner, keys)
         if found is not None:
             return found
-        if time.monotonic() >= deadline:
+        waited = time.monotonic() - began
+        if waited >= timeout_s:
             raise NoInstanceError(
                 f"no fleet has published its routes for run {keys.run!r} within {timeout_s:g} s; start one with "
                 "`rolloutbus up`, or check that trainer and fleet use the same run and broker"
             )
+        if waited >= _TOLD_AFTER_S and not told:
+            told = True
+            log.warning(
+                "no fleet has published its routes for run %r yet; waiting up to %g s for one. `rolloutbus status` "
+                "lists the runs of this broker",
+                keys.run, timeout_s,
+            )  # fmt: skip
         await asyncio.sleep(_POLL_S)
 
 

@@ -116,11 +116,15 @@ class FleetConfig:
     @property
     def hopeless_here(self) -> str | None:
         """Why a local Ray could never place it: that is one node for ever, so there is no use in waiting for others."""
-        bundles, strategy = self.plan.total_instances, self.plan.placement_strategy
-        if bundles == 1 or not self.one_node_each:
+        return self.hopeless_with(self.plan.total_instances)
+
+    def hopeless_with(self, instances: int) -> str | None:
+        """Why a local Ray could never place so many."""
+        if instances == 1 or not self.one_node_each:
             return None
         return (
-            f"{bundles} instances under {strategy} need {bundles} nodes, and a local Ray is one; join a cluster with "
+            f"{instances} instances under {self.plan.placement_strategy} need {instances} nodes, and a local Ray is "
+            f"one; join a cluster with "
             f"`{ROOT}.fleet.address`, or set `{CONFIG_ROOT}.placement_strategy: PACK`, which is for one machine"
         )
 

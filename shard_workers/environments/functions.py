@@ -169,7 +169,7 @@ async def _run_row(stack: _Stack, row: Row, barrier: GroupBarrier, position: int
     if (wrong := _what_is_wrong(result)) is not None:
         raise EnvironmentContractError(
             f"{entry.spec} (entry {entry.name!r}) returned {wrong} "
-            f"for row {row.get('_rowidx')}; return a dict with at least 'reward' and 'response'"
+            f"for row {row.get('_rowidx')}; return a dict with a number as its 'reward'"
         )
     return cast(Result, result)
 

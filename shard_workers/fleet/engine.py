@@ -29,7 +29,7 @@ from ..plan_spec import ShardSpec
 from ..routes import build_route_shard_map
 from .instances import Instance, InstanceTroubleError, Launcher, State
 from .lease import FleetLease, quietly
-from .placement import Bundle, node_of, place, release
+from .placement import RELEASED_WITHIN_S, Bundle, node_of, place, release
 from .supervision import Callbacks, Supervisor
 
 log = logging.getLogger("rolloutbus.fleet")
@@ -41,12 +41,19 @@ class FleetEngine:
     """
 
     def __init__(
-        self, config: FleetConfig, base_urls: Any, model_name: str | None, on_end: Callable[[str], None]
+        self,
+        config: FleetConfig,
+        base_urls: Any,
+        model_name: str | None,
+        on_end: Callable[[str], None],
+        *,
+        on_local_ray: bool = False,
     ) -> None:
         self.config = config
         self.instances: list[Instance] = []
         self.routes: dict[str, str] = {}
         self._on_end = on_end
+        self._on_local_ray = on_local_ray
         self._launcher = Launcher(config, base_urls, model_name)
         self._link = Link(config.broker, "fleet", load_scripts)
         holder = f"{socket.gethostname()}, process {os.getpid()}"
@@ -248,6 +255,8 @@ class FleetEngine:
     async def _find_place(self, shard: ShardSpec, added: Sequence[Instance]) -> Instance:
         """A free slot with ports of its own, and a place for it: a spare one, or one made for it."""
         others = [*self.instances, *added]
+        if self._on_local_ray and (why := self.config.hopeless_with(len(others) + 1)) is not None:
+            raise ShardSetupError(why)
         taken = {i.slot for i in others if i.shard.name == shard.name}
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
         self.config.port_range(shard, slot)
@@ -258,7 +267,10 @@ class FleetEngine:
         if (spare := next(usable, None)) is not None:
             self._spare.remove(spare)
             return self._instance(shard, slot, alone=False, bundle=spare)
-        group = await place([cpus], "PACK", self.config.fleet.placement_timeout_s, occupied)
+        # Nobody adds anything to a local Ray; what was given back a moment ago is there again within this time.
+        patience_s = self.config.fleet.placement_timeout_s
+        patience_s = min(patience_s, RELEASED_WITHIN_S) if self._on_local_ray else patience_s
+        group = await place([cpus], "PACK", patience_s, occupied)
         return self._instance(shard, slot, alone=False, bundle=Bundle(group, 0, cpus, stands_alone=True))
 
     async def _remove(self, leaving: Sequence[Instance]) -> None:

@@ -63,7 +63,9 @@ class ShardFleet:
         return fleet
 
     async def _start(self, base_urls: Any, model_name: str | None, *, replace: bool) -> None:
-        self._engine = FleetEngine(self._config, base_urls, model_name, self._on_end)
+        self._engine = FleetEngine(
+            self._config, base_urls, model_name, self._on_end, on_local_ray=self._session.is_local
+        )
         await self._engine.start(replace=replace)
 
     def __enter__(self) -> Self:

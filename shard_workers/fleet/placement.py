@@ -23,10 +23,13 @@ from ray.util.placement_group import placement_group_table as describe  # pyrigh
 
 from ..fleet_config import FleetConfig, cluster_address
 from ..plan_errors import ShardSetupError
+from ..plan_spec import DEFAULT_PLACEMENT_STRATEGY
 
 _POLL_S = 0.05
+# Each look is a call to the cluster's control store, and returns at once when everything is placed.
+_PLACED_WAIT_S = 0.5
 # Long for a bundle's return, short for whoever shuts down a cluster that is half gone.
-_REMOVAL_TIMEOUT_S: Final = 10.0
+RELEASED_WITHIN_S: Final = 10.0
 _NODE_ID_LABEL: Final = "ray.io/node-id"
 _ANSWER_WITHIN_S: Final = 10.0
 
@@ -53,9 +56,12 @@ class RaySession:
 
     def __init__(self, config: FleetConfig) -> None:
         self.started_here = not ray.is_initialized()
+        # One machine, to which nobody adds another.
+        self.is_local = False
         if not self.started_here:
             return
         address = cluster_address(config.fleet.address)
+        self.is_local = address is None
         if address is None and (why := config.hopeless_here) is not None:
             raise ShardSetupError(why)
         if address is not None:
@@ -134,7 +140,7 @@ async def place(
     )
     deadline = time.monotonic() + timeout_s
     try:
-        while not await asyncio.to_thread(group.wait, _POLL_S):
+        while not await asyncio.to_thread(group.wait, _PLACED_WAIT_S):
             if time.monotonic() >= deadline:
                 raise ShardSetupError(_not_placed(cpus, strategy, timeout_s, avoid_nodes))
     except BaseException:
@@ -146,7 +152,7 @@ async def place(
 async def release(group: PlacementGroup) -> None:
     """Give the bundles back, and wait until they are free."""
     remove_placement_group(group)
-    deadline = time.monotonic() + _REMOVAL_TIMEOUT_S
+    deadline = time.monotonic() + RELEASED_WITHIN_S
     while time.monotonic() < deadline:
         state: object = _table(group).get("state")
         if state in (None, "REMOVED"):
@@ -169,9 +175,16 @@ def _not_placed(cpus: Sequence[float], strategy: str, timeout_s: float, avoid_no
     totals = ", ".join(f"{cpus:g}" for cpus in sorted(node["Resources"].get("CPU", 0.0) for node in nodes))
     free = cast("dict[str, float]", ray.available_resources()).get("CPU", 0.0)
     taken = f", {len(avoid_nodes)} of them with an instance already" if avoid_nodes else ""
+    where = "on nodes of their own" if avoid_nodes else f"under {strategy}"
+    spread = bool(avoid_nodes) or strategy == DEFAULT_PLACEMENT_STRATEGY
+    remedies = [
+        "Add nodes",
+        "lower `actor_cpus` or `replicas`",
+        "raise `rolloutbus.fleet.placement_timeout_s`",
+        *["on one machine, set `env.nemo_gym.placement_strategy: PACK`"] * spread,
+    ]
     return (
-        f"{len(cpus)} bundles ({sizes} each) could not be placed under {strategy} within {timeout_s:g} s: the cluster "
-        f"has {len(nodes)} nodes with {totals or 'no'} CPUs{taken}, and {free:g} CPUs are free in all. Add nodes, "
-        "lower `actor_cpus` or `replicas`, raise `rolloutbus.fleet.placement_timeout_s`, or, on one machine, set "
-        "`env.nemo_gym.placement_strategy: PACK`"
+        f"{len(cpus)} bundles ({sizes} each) could not be placed {where} within {timeout_s:g} s: the cluster "
+        f"has {len(nodes)} nodes with {totals or 'no'} CPUs{taken}, and {free:g} CPUs are free in all. "
+        f"{', '.join(remedies[:-1])}, or {remedies[-1]}"
     )

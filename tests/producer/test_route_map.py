@@ -59,6 +59,14 @@ async def test_waiting_for_a_fleet_ends_with_an_error_that_names_run_and_remedy(
     assert isinstance(caught.value, TimeoutError)
 
 
+async def test_a_wait_for_a_fleet_is_told_long_before_its_end_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever mistyped the run's name looked at an empty terminal for a minute."""
+    with pytest.raises(NoInstanceError):
+        await wait_for_route_map(Hashes({}, {}), KEYS, 3.0)
+    (said,) = caplog.messages
+    assert said.startswith("no fleet has published its routes for run 'r' yet; waiting up to 3 s for one.")
+
+
 async def test_a_fleet_that_comes_late_is_found() -> None:
     broker = Hashes({}, {})
     waiting = asyncio.create_task(wait_for_route_map(broker, KEYS, 30))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ from .result_lines import reward_of
 _TIMES = ("queue_wait", "environment", "publish", "postprocess_results")
 # So many reasons are shown; a batch may have thousands, and all of them stand in the results.
 _REASONS_SHOWN = 3
+# The same failure of other rows names other rows.
+_NUMBER = re.compile(r"\d+")
 # One, and several.
 _COUNTED = {
     "retries": ("retry", "retries"),
@@ -45,6 +48,26 @@ class RouteTally:
 
 
 @dataclass
+class Alike:
+    """Groups that failed for the same reason, given in the first one's words; the others' differ by numbers at most."""
+
+    reason: str
+    groups: list[int] = field(default_factory=list[int])
+    in_the_same_words: bool = True
+
+    def add(self, group: int, reason: str) -> None:
+        self.groups.append(group)
+        self.in_the_same_words = self.in_the_same_words and reason == self.reason
+
+    def told(self, route: str) -> str:
+        first, count = self.groups[0], len(self.groups)
+        if count == 1:
+            return f"group {first} ({route}): {self.reason}"
+        such = "" if self.in_the_same_words else f", such as group {first}"
+        return f"{count} groups of {route}{such}: {self.reason}"
+
+
+@dataclass
 class Summary:
     """Fed group by group; `metrics` and `took_s` come at the end. `labels` are the fleet's instances."""
 
@@ -52,7 +75,7 @@ class Summary:
     completed: int = 0
     failed: int = 0
     routes: dict[str, RouteTally] = field(default_factory=dict[str, RouteTally])
-    failures: dict[tuple[str, str], list[int]] = field(default_factory=dict[tuple[str, str], list[int]])
+    failures: dict[tuple[str, str], Alike] = field(default_factory=dict[tuple[str, str], Alike])
     labels: Sequence[str] = ()
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     batch: str = ""
@@ -67,8 +90,9 @@ class Summary:
             return
         self.failed += 1
         tally.failures += len(outcome.row_indices)
-        alike = self.failures.setdefault((route, f"{outcome.type}: {outcome.message}"), [])
-        alike.append(outcome.group_index)
+        reason = f"{outcome.type}: {outcome.message}"
+        alike = self.failures.setdefault((route, _NUMBER.sub("#", reason)), Alike(reason))
+        alike.add(outcome.group_index, reason)
 
     @property
     def balanced(self) -> bool:
@@ -128,17 +152,18 @@ def show(summary: Summary, *, console: Console = out) -> None:
 
 def reasons(summary: Summary) -> Iterator[str]:
     """Why groups failed, a line per reason, the most frequent first, and how many groups failed for others."""
-    found = sorted(summary.failures.items(), key=lambda item: -len(item[1]))
-    for (route, reason), groups in found[:_REASONS_SHOWN]:
-        yield f"{len(groups)} groups of {route}: {reason}" if groups[1:] else f"group {groups[0]} ({route}): {reason}"
-    if others := sum(len(groups) for _, groups in found[_REASONS_SHOWN:]):
+    found = sorted(summary.failures.items(), key=lambda item: -len(item[1].groups))
+    for (route, _), alike in found[:_REASONS_SHOWN]:
+        yield alike.told(route)
+    if others := sum(len(alike.groups) for _, alike in found[_REASONS_SHOWN:]):
         yield f"and {others} more failed for other reasons, which the results tell"
 
 
 def verdict(summary: Summary) -> str:
     """One sentence: whether the books balance, how long it took, what happened on the way."""
     rows = sum(tally.rows for tally in summary.routes.values())
-    rate = f", {rows / summary.took_s:.0f} rows/s" if summary.took_s > 0 else ""
+    per_s = rows / summary.took_s if summary.took_s > 0 else 0.0
+    rate = f", {per_s:.{0 if per_s >= 10 else 1}f} rows/s" if per_s else ""
     cancelled = summary.groups - summary.completed - summary.failed
     groups = counted(summary.groups, "group")
     counts = f"{groups} = {summary.completed} completed + {summary.failed} failed + {cancelled} cancelled"

@@ -158,7 +158,7 @@ def test_a_place_that_was_left_on_a_lost_node_is_not_waited_for(
         cluster.remove_node(node, allow_graceful=False)
     while sum(node["Alive"] for node in ray.nodes()) > 2:
         time.sleep(0.1)
-    with pytest.raises(FleetError, match=r"could not be placed under PACK within 1 s"):
+    with pytest.raises(FleetError, match=r"could not be placed on nodes of their own within 1 s"):
         fleet.scale("math", 2)
     fill(cluster, 3)
     fleet.scale("math", 2)

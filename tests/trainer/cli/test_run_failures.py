@@ -69,6 +69,14 @@ def test_groups_that_failed_alike_are_one_line_and_no_group_is_forgotten() -> No
     ]
 
 
+def test_failures_that_differ_by_numbers_are_one_reason() -> None:
+    """Ten groups without a reward were three lines and "7 more failed for other reasons"."""
+    summary = Summary()
+    for group in range(10):
+        summary.add(failure_of(group, f"no reward for row {2 * group}"), "reverse")
+    assert list(reasons(summary)) == ["10 groups of reverse, such as group 0: ValueError: no reward for row 0"]
+
+
 def test_an_instance_that_completed_none_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     summary = Summary(groups=1, labels=["math/0", "math/1"], metrics={"timing/rollout/routing/groups/math/0": 1.0})
     show(summary, console=PlainConsole())
