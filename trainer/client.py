@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..broker.errors import RouteError, UnknownBatchError, UsageError
+from ..broker.routes import route_of
 from ..broker.settings import BrokerSettings
 from ..broker.steps import ask
 from ..collector.timing import DEFAULT_PREFIX
@@ -136,9 +137,10 @@ class RolloutClient:
         Those that were dropped because it stayed away too long come as `GroupFailure` of type `AbandonedError`.
 
         `rows` are the batch's rows in the order in which they were published, for `CompletedGroup.rows`; they are
-        stamped again. Without them each row is `{"_rowidx": i}`.
+        stamped again. Their number and routes are checked; the broker does not know what else is in them. Without them
+        each row is `{"_rowidx": i}`.
         Raises `UnknownBatchError` when it came back too late or the publishing had not finished, and `UsageError` for a
-        batch that this client has open, or that is another client's.
+        batch that this client has open, or that is another client's, and for rows of other routes.
         """
         check_on_failure(on_failure)
         check_batch_id(batch_id)
@@ -215,6 +217,19 @@ def _require_no_loop() -> None:
     )
 
 
+def _require_same_routes(batch: str, groups: Sequence[PromptGroup]) -> None:
+    """Raise `UsageError` where rows that came back with a batch are not those that it was published with, as far as the
+    broker can tell.
+    """
+    for group in groups:
+        for index, row in enumerate(group.rows, start=group.first_row):
+            if (given := route_of(row)) != group.route:
+                raise UsageError(
+                    f"row {index} of batch {batch} was published for route {group.route!r}, and the row given goes to "
+                    f"{given!r}; give the rows it was published with, in the same order, or none"
+                )
+
+
 def _session_again(batch_id: str, stored: StoredBatch, rows: Sequence[dict[str, Any]] | None) -> Session:
     """The session of a batch as its record on the broker tells it, groups that are over told as such."""
     size, total = stored.record.group_size, stored.record.rows
@@ -223,7 +238,9 @@ def _session_again(batch_id: str, stored: StoredBatch, rows: Sequence[dict[str, 
         raise UnknownBatchError(
             f"batch {batch_id} has {total} rows, but {len(known)} were given; give the rows it was published with"
         )
-    session = new_session(batch_id, known, stored.record.laid_out(rows or ()), size, rows_mode=False)
+    groups = stored.record.laid_out(rows or ())
+    _require_same_routes(batch_id, groups)
+    session = new_session(batch_id, known, groups, size, rows_mode=False)
     session.publication.placed.update(range(stored.record.groups))
     stored.tell(session.collection)
     return session
