@@ -294,9 +294,7 @@ async def test_rows_that_were_read_again_are_stamped_again(stack: Stack) -> None
     with pytest.raises(RowError, match="row 0 says that it is row 19; give the rows in the order"):
         await client.resume(batch_id, [{**row, "_rowidx": 19 - at} for at, row in enumerate(rows)])
     # Another dataset of the same size would be trained on with this one's results.
-    with pytest.raises(
-        UsageError, match=r"row 7 of batch \w+ was published for route .* goes to 'x'"
-    ):
+    with pytest.raises(UsageError, match=r"row 7 of batch \w+ was published for route .* goes to 'x'"):
         await client.resume(batch_id, [*rows[:7], {**rows[7], "agent_ref": {"name": "x"}}, *rows[8:]])
     async with await client.resume(batch_id, rows) as batch:
         groups = await groups_of(batch)
