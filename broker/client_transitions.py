@@ -119,6 +119,11 @@ class ClientTransitions:
         command = SCRIPTS["make_results"].call(keys, self.incarnation, self._settings.key_ttl_ms)
         return [shards[int(place)] for place in (await run_step(self._runner, command))[0][1:]]
 
+    async def forget_unread(self, batches: Sequence[str]) -> None:
+        """Results of `batches` were lost with their stream: what is unread counts anew."""
+        keys = [self._keys.owner(self.client), *map(self._keys.batch, batches)]
+        await run_step(self._runner, SCRIPTS["forget_unread"].call(keys, self.incarnation))
+
     async def publish(self, groups: Sequence[OutgoingGroup]) -> list[Published | RolloutBusError]:
         """Publish groups in one write, each once; per group what came of it, or the error that refused it."""
         answers = await run_steps(self._runner, [self._publish_step(group) for group in groups])

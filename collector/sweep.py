@@ -83,7 +83,9 @@ def parse_state(group: int, raw: bytes) -> GroupState:
 
 
 class Sweeper:
-    """Sweeps the batches of one client. `taken_in` tells up to when (monotonic seconds) a shard's results were read."""
+    """Sweeps the batches of one client. `taken_in` tells up to when (monotonic seconds) a shard's results were read,
+    `batches` which ones are open.
+    """
 
     def __init__(
         self,
@@ -92,12 +94,14 @@ class Sweeper:
         link: Link,
         transitions: ClientTransitions,
         taken_in: Callable[[str], float],
+        batches: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._settings = settings
         self._keys = keys
         self._link = link
         self._transitions = transitions
         self._taken_in = taken_in
+        self._batches = batches
         self._absent_since: dict[str, tuple[float, float]] = {}
 
     async def sweep(self, watched: Watched) -> None:
@@ -138,7 +142,10 @@ class Sweeper:
         self._warn_of_stall(watched, states, alive)
 
     async def _make_results(self, batch: str, shards: Sequence[str]) -> None:
-        for shard in await self._transitions.make_results(shards):
+        made = await self._transitions.make_results(shards)
+        if made:
+            await self._transitions.forget_unread(self._batches())
+        for shard in made:
             log.error(
                 "batch %s: somebody deleted the stream of shard %s's results; it is there again. Groups whose rows "
                 "went with it fail, what was running runs again", batch, shard,
@@ -270,13 +277,11 @@ class Sweeper:
 
     async def _expire_deleted(self, watched: Watched, states: Sequence[GroupState], stream: str) -> None:
         for state in states:
-            entry = state.entry if state.entry != "-" else watched.entries.get(state.group, "-")
-            if entry != "-":
-                # The broker looks for itself, and does nothing where it finds the entry.
-                failure = Failure(
-                    "infra", "EntryDeletedError", f"its entry {entry} was deleted from {stream} by somebody else"
-                )
-                await self._expire(watched, state, "vanished", 0, failure)
+            entry = state.entry if state.entry != "-" else watched.entries.get(state.group, "")
+            what = " ".join(["its entry", *[entry] * bool(entry)])
+            # The broker looks for itself, and does nothing where it finds the entry.
+            failure = Failure("infra", "EntryDeletedError", f"{what} was deleted from {stream} by somebody else")
+            await self._expire(watched, state, "vanished", 0, failure)
 
     def _results_lost(self, watched: Watched, state: GroupState) -> None:
         message = "the broker says it ended, but its results are not on the stream; somebody deleted them"

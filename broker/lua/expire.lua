@@ -44,8 +44,9 @@ for _, m in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
   if string.sub(m, 1, #member + 1) == member .. ' ' then waits[#waits + 1] = m end
 end
 if ARGV[8] == 'vanished' then
-  if r.entry == '-' then return { 'early' } end
-  if #redis.call('XRANGE', KEYS[2], r.entry, r.entry) > 0 then
+  -- Nobody has taken it, and its client does not know its entry: it is gone for certain only where none is left.
+  if r.entry == '-' and redis.call('XLEN', KEYS[2]) > 0 then return { 'early' } end
+  if r.entry ~= '-' and #redis.call('XRANGE', KEYS[2], r.entry, r.entry) > 0 then
     if #waits > 0 or redis.call('ZSCORE', KEYS[4], member) or not is_forgotten(KEYS[2], r.entry) then return { 'early' } end
     delay(KEYS[1], KEYS[2], KEYS[3], batch, group, r, now_ms(), '-')
     note(KEYS[7], 'found', batch, group, r.attempt, r.instance, 'its delivery was forgotten; it is due again')

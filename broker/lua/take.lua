@@ -21,6 +21,8 @@ if r.status ~= 'queued' and r.entry ~= entry then
   drop_entry(KEYS[2], entry)
   return { 'gone' }
 end
+-- A token is used once: this call was sent again, and its attempt has ended meanwhile. The one that is due has a token of its own.
+if r.token == token and r.status ~= 'running' then return { 'stale' } end
 local now = now_ms()
 local first = tonumber(r.attempt) == 0
 r.entry = entry

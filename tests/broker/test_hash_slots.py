@@ -83,6 +83,7 @@ async def play(runner: Recording, run: str, client_name: str, shard: str, label:
         await client.restore(batch, 1, {0: "handed"})
         await client.seal(batch)
     await client.make_results([shard])
+    await client.forget_unread([])
     await worker.prepare()
     await worker.register()
     await worker.peers()

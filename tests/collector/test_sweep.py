@@ -73,6 +73,9 @@ class Broker:
         self.has_results = True
         return list(shards)
 
+    async def forget_unread(self, batches: Sequence[str]) -> None:
+        assert list(batches) == ["b"]
+
     async def expire(
         self, shard: str, group: OutgoingGroup, entry: str, reason: str, timeout_s: float, failure: Failure
     ) -> str:
@@ -102,7 +105,9 @@ class Desk:
         self.watched = Watched(self.collection, lambda at: outline("b", at, "s", "a", 2, 2 * at), {0: "1-1", 1: "1-2"})
         self.settings = BrokerSettings()
         self.taken_in = float("inf")
-        self._sweeper = Sweeper(self.settings, KEYS, self.broker, self.broker, lambda _: self.taken_in)  # pyright: ignore[reportArgumentType]
+        self._sweeper = Sweeper(
+            self.settings, KEYS, self.broker, self.broker, lambda _: self.taken_in, lambda: ["b"]  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
 
     async def sweep(self, after_s: float = 0.0, of: Watched | None = None) -> None:
         self.clock.now += after_s

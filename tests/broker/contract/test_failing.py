@@ -326,6 +326,17 @@ async def test_a_group_that_ended_cannot_expire(stage: Stage):
     assert [await expire(batch, "deadline", timeout_s=0, group=group) for group in range(2)] == ["over", "over"]
 
 
+async def test_a_group_whose_entry_nobody_knows_ends_once_no_entry_is_left(stage: Stage):
+    """Its publication was repeated, which tells no entry, and somebody deleted the stream before anybody took it."""
+    batch = await stage.opened(2)
+    await batch.client.publish(batch.groups)
+    assert [answer.entry for answer in await stage.published(batch)] == ["", ""]
+    assert await expire(batch, "vanished") == "early"
+    await stage.raw("DEL", stage.stream)
+    await stage.worker().prepare()
+    assert [await expire(batch, "vanished", group=group) for group in range(2)] == ["dead", "dead"]
+
+
 async def test_only_the_owner_lets_a_group_expire(stage: Stage):
     batch = await stage.sealed()
     foreign = Batch(batch.id, stage.client(incarnation="second"), batch.groups, batch.entries)

@@ -14,6 +14,19 @@ async def test_a_batch_can_be_opened_again_after_a_lost_reply(stage: Stage):
     assert await batch.client.open(BatchSpec(batch.id, 1, SIZE, SIZE, (SHARD,))) == "repeated"
 
 
+async def test_what_was_unread_on_a_deleted_stream_takes_no_room_for_ever(stage: Stage):
+    """Nobody can hand over what nobody can read, and a batch at its bound waited for that until its job was over."""
+    batch = await stage.sealed(2, stage.client(max_unread_bytes=1))
+    worker = stage.worker()
+    await stage.finish(worker, await stage.taken(worker))
+    await stage.raw("DEL", stage.keys.results("trainer", SHARD))
+    assert await batch.client.make_results([SHARD]) == [SHARD]
+    await batch.client.forget_unread(["unknown", batch.id])
+    taken = await worker.take(await stage.delivered(worker), "token", observing=True, crash_limit=5)
+    assert taken.status == "ok"
+    assert "batch:unknown" not in await stage.key_names()
+
+
 async def test_only_the_owner_opens_a_batch(stage: Stage):
     await stage.client("trainer", "first").own()
     with pytest.raises(OwnershipLostError, match=r"trainer.*another process"):

@@ -446,6 +446,18 @@ async def test_a_dropped_group_that_is_published_again_is_no_other_one(stage: St
     assert (books.published, books.cancelled, books.balanced) == (2, 2, True)
 
 
+async def test_a_take_that_comes_late_does_not_begin_an_attempt_again_that_has_ended(stage: Stage):
+    """Else the attempt that is due counts it as lost with its instance."""
+    batch = await stage.sealed()
+    worker = stage.worker()
+    attempt = await stage.taken(worker)
+    assert await worker.fail(attempt, FAILURE, limit=3, delay_s=0) == "retry"
+    group = await stage.claimed(worker)
+    assert (await take(worker, attempt.group, attempt.token)).status == "stale"
+    assert (await stage.record(batch))["status"] == "delayed"
+    assert (await take(worker, group, "next")).infra_failures == 1
+
+
 async def test_nobody_abandons_without_having_observed(stage: Stage):
     batch = await stage.sealed(2)
     worker = stage.worker()
