@@ -28,7 +28,11 @@ for i = 15, #ARGV, 4 do
       answer = 'gone'
     end
   end
-  if answer == 'ok' then redis.call('XCLAIM', KEYS[1], WORKERS, ARGV[1], 0, ARGV[i + 1], 'JUSTID')
+  if answer == 'ok' then
+    local claimed = redis.pcall('XCLAIM', KEYS[1], WORKERS, ARGV[1], 0, ARGV[i + 1], 'JUSTID')
+    -- Somebody deleted the stream. The attempt may still finish, and all others are to be looked at.
+    local refused = claimed.err and tostring(claimed.err)
+    if refused and not string.find(refused, 'NOGROUP', 1, true) then return redis.error_reply(refused) end
   elseif answer == 'gone' then drop_entry(KEYS[1], ARGV[i + 1]) end
   out[#out + 1] = answer == 'ended' and 'ok' or answer
 end
