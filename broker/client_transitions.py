@@ -119,9 +119,9 @@ class ClientTransitions:
         command = SCRIPTS["make_results"].call(keys, self.incarnation, self._settings.key_ttl_ms)
         return [shards[int(place)] for place in (await run_step(self._runner, command))[0][1:]]
 
-    async def forget_unread(self, batches: Sequence[str]) -> None:
-        """Results of `batches` were lost with their stream: what is unread counts anew."""
-        keys = [self._keys.owner(self.client), *map(self._keys.batch, batches)]
+    async def forget_unread(self, batch: str, shards: Sequence[str]) -> None:
+        """Where the result streams of the batch's `shards` are empty, nothing of it counts as unread any more."""
+        keys = [self._keys.batch(batch), *(self._keys.results(self.client, shard) for shard in shards)]
         await run_step(self._runner, SCRIPTS["forget_unread"].call(keys, self.incarnation))
 
     async def publish(self, groups: Sequence[OutgoingGroup]) -> list[Published | RolloutBusError]:

@@ -83,9 +83,7 @@ def parse_state(group: int, raw: bytes) -> GroupState:
 
 
 class Sweeper:
-    """Sweeps the batches of one client. `taken_in` tells up to when (monotonic seconds) a shard's results were read,
-    `batches` which ones are open.
-    """
+    """Sweeps the batches of one client. `taken_in` tells up to when (monotonic seconds) a shard's results were read."""
 
     def __init__(
         self,
@@ -94,14 +92,12 @@ class Sweeper:
         link: Link,
         transitions: ClientTransitions,
         taken_in: Callable[[str], float],
-        batches: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._settings = settings
         self._keys = keys
         self._link = link
         self._transitions = transitions
         self._taken_in = taken_in
-        self._batches = batches
         self._absent_since: dict[str, tuple[float, float]] = {}
 
     async def sweep(self, watched: Watched) -> None:
@@ -116,7 +112,7 @@ class Sweeper:
             self._link,
             [
                 ("TIME",),
-                ("HMGET", self._keys.batch(batch), "state", *(f"g:{group}" for group in out)),
+                ("HMGET", self._keys.batch(batch), "state", "unread_bytes", *(f"g:{group}" for group in out)),
                 ("HGETALL", self._keys.shards),
                 ("EXISTS", *results),
             ],
@@ -124,15 +120,18 @@ class Sweeper:
         now_ms = int(replies[0][0]) * 1000 + int(replies[0][1]) // 1000
         if not watched.is_there():
             return
-        if replies[1][0] is None:
+        state, unread, *raw_records = replies[1]
+        if state is None:
             watched.collection.error(
                 UnknownBatchError(f"batch {batch} is gone from the broker; somebody deleted or closed it")
             )
             return
         if replies[3] < len(results):
             await self._make_results(batch, shards)
-        states = [parse_state(group, raw) for group, raw in zip(out, replies[1][1:], strict=True) if raw]
-        self._end_abandoned(watched, out, states, is_sealed=replies[1][0] == b"sealed")
+        if unread not in (None, b"0"):
+            await self._transitions.forget_unread(batch, list(dict.fromkeys(watched.collection.shards)))
+        states = [parse_state(group, raw) for group, raw in zip(out, raw_records, strict=True) if raw]
+        self._end_abandoned(watched, out, states, is_sealed=state == b"sealed")
         states = [state for state in states if state.status != "abandoned"]
         records = _records(replies[2])
         alive = await self._alive(records)
@@ -142,10 +141,7 @@ class Sweeper:
         self._warn_of_stall(watched, states, alive)
 
     async def _make_results(self, batch: str, shards: Sequence[str]) -> None:
-        made = await self._transitions.make_results(shards)
-        if made:
-            await self._transitions.forget_unread(self._batches())
-        for shard in made:
+        for shard in await self._transitions.make_results(shards):
             log.error(
                 "batch %s: somebody deleted the stream of shard %s's results; it is there again. Groups whose rows "
                 "went with it fail, what was running runs again", batch, shard,
@@ -278,9 +274,9 @@ class Sweeper:
     async def _expire_deleted(self, watched: Watched, states: Sequence[GroupState], stream: str) -> None:
         for state in states:
             entry = state.entry if state.entry != "-" else watched.entries.get(state.group, "")
-            what = " ".join(["its entry", *[entry] * bool(entry)])
+            its_entry = f"its entry {entry}".rstrip()
             # The broker looks for itself, and does nothing where it finds the entry.
-            failure = Failure("infra", "EntryDeletedError", f"{what} was deleted from {stream} by somebody else")
+            failure = Failure("infra", "EntryDeletedError", f"{its_entry} was deleted from {stream} by somebody else")
             await self._expire(watched, state, "vanished", 0, failure)
 
     def _results_lost(self, watched: Watched, state: GroupState) -> None:

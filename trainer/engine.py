@@ -373,10 +373,7 @@ class Engine:
             await self.link.run([("PEXPIRE", name, self.settings.key_ttl_ms) for name in names])
 
     async def _sweep_for_ever(self) -> None:
-        sweeper = Sweeper(
-            self.settings, self.keys, self.link, self.transitions, self.collector.taken_in,
-            lambda: list(self.sessions.sessions),
-        )  # fmt: skip
+        sweeper = Sweeper(self.settings, self.keys, self.link, self.transitions, self.collector.taken_in)
         while True:
             await asyncio.sleep(self.settings.sweep_every_s)
             for session in list(self.sessions.sessions.values()):

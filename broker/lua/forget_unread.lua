@@ -1,11 +1,12 @@
 #!lua flags=allow-oom
--- A client's result stream was deleted by somebody: what was unread on it is gone, how much is not known, and its batches must not wait for it. All
--- that is unread of them counts from here on, so for a while they may have more than their bound.
--- KEYS: owner, then batches … | ARGV: incarnation
--- {'ok' | 'not-owner'}
-local value = redis.call('GET', KEYS[1])
-if not value or string.match(value, '^%S+') ~= ARGV[1] then return { 'not-owner' } end
+-- What is unread of a batch stands on its client's result streams. Where these are empty nothing is, whatever was counted: somebody may have deleted
+-- a stream, and the batch must not wait for room that nobody can give back.
+-- KEYS: batch, then results of its shards | ARGV: incarnation
+-- {'ok' | 'unread' | 'not-owner'}
+if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[1] then return { 'not-owner' } end
 for i = 2, #KEYS do
-  if redis.call('EXISTS', KEYS[i]) == 1 then redis.call('HSET', KEYS[i], 'unread_bytes', 0) end
+  -- A role of an earlier `acl` may not ask.
+  if redis.pcall('XLEN', KEYS[i]) ~= 0 then return { 'unread' } end
 end
+redis.call('HSET', KEYS[1], 'unread_bytes', 0)
 return { 'ok' }

@@ -45,6 +45,8 @@ class Broker:
         self.deleted: set[int] = set()
         self.client = "c"
         self.has_results = True
+        self.unread: bytes | None = None
+        self.doubted: list[tuple[str, ...]] = []
         self.asked: list[tuple[int, str]] = []
         self.expired: list[tuple[int, str]] = []
 
@@ -58,8 +60,8 @@ class Broker:
         if words[0] == "TIME":
             return [str(NOW_S).encode(), b"0"]
         if words[0] == "HMGET":
-            groups = [self.records[int(word[2:])] for word in words[3:]]
-            return [self.state and self.state.encode(), *groups]
+            groups = [self.records[int(word[2:])] for word in words[4:]]
+            return [self.state and self.state.encode(), self.unread, *groups]
         if words[0] == "HGETALL":
             return [b"s", json.dumps(self.shard).encode()]
         if words[0] == "EXISTS" and words[1] == KEYS.results("c", "s"):
@@ -73,8 +75,9 @@ class Broker:
         self.has_results = True
         return list(shards)
 
-    async def forget_unread(self, batches: Sequence[str]) -> None:
-        assert list(batches) == ["b"]
+    async def forget_unread(self, batch: str, shards: Sequence[str]) -> None:
+        assert self.has_results
+        self.doubted.append((batch, *shards))
 
     async def expire(
         self, shard: str, group: OutgoingGroup, entry: str, reason: str, timeout_s: float, failure: Failure
@@ -105,9 +108,7 @@ class Desk:
         self.watched = Watched(self.collection, lambda at: outline("b", at, "s", "a", 2, 2 * at), {0: "1-1", 1: "1-2"})
         self.settings = BrokerSettings()
         self.taken_in = float("inf")
-        self._sweeper = Sweeper(
-            self.settings, KEYS, self.broker, self.broker, lambda _: self.taken_in, lambda: ["b"]  # pyright: ignore[reportArgumentType]
-        )  # fmt: skip
+        self._sweeper = Sweeper(self.settings, KEYS, self.broker, self.broker, lambda _: self.taken_in)  # pyright: ignore[reportArgumentType]
 
     async def sweep(self, after_s: float = 0.0, of: Watched | None = None) -> None:
         self.clock.now += after_s
@@ -149,6 +150,16 @@ async def test_a_results_stream_that_was_deleted_is_made_again_and_told(
     assert "somebody deleted the stream of shard s's results" in caplog.text
     await desk.sweep()
     assert caplog.text.count("somebody deleted") == 1
+
+
+@pytest.mark.parametrize(("unread", "doubted"), [(None, []), (b"0", []), (b"7", [("b", "s")]), (b"-7", [("b", "s")])])
+async def test_what_counts_as_unread_is_looked_after(
+    desk: Desk, unread: bytes | None, doubted: list[tuple[str, ...]]
+) -> None:
+    """Also on the look that makes a deleted stream again, and not before."""
+    desk.broker.unread, desk.broker.has_results = unread, False
+    await desk.sweep()
+    assert desk.broker.doubted == doubted
 
 
 async def test_a_shard_without_instances_is_told_once_and_again_when_it_had_one(

@@ -72,7 +72,7 @@ _COLLECTOR = Role(
         Grant("batch:* accepted:*", "del"),
         Grant("owner:*", "get set"),
         Grant("owner:* results:*", "del"),
-        Grant("results:*", "xread xadd xrange xack xdel xgroup|create xgroup|destroy"),
+        Grant("results:*", "xread xadd xlen xrange xack xdel xgroup|create xgroup|destroy"),
         Grant("groups:*", "xlen xrange xpending xinfo|groups xdel xack"),
         Grant(_QUEUES, "zadd zrange zrem zscore"),
         Grant("events dead", "xadd"),

@@ -19,9 +19,15 @@ async def test_what_was_unread_on_a_deleted_stream_takes_no_room_for_ever(stage:
     batch = await stage.sealed(2, stage.client(max_unread_bytes=1))
     worker = stage.worker()
     await stage.finish(worker, await stage.taken(worker))
+    await batch.client.forget_unread(batch.id, [SHARD])
+    assert await stage.count(batch, "unread_bytes") > 0
     await stage.raw("DEL", stage.keys.results("trainer", SHARD))
+    await stage.client(incarnation="second").forget_unread(batch.id, [SHARD])
+    assert await stage.count(batch, "unread_bytes") > 0
+    # Whoever makes the stream again: the client, or one of its other batches.
     assert await batch.client.make_results([SHARD]) == [SHARD]
-    await batch.client.forget_unread(["unknown", batch.id])
+    await batch.client.forget_unread("unknown", [SHARD])
+    await batch.client.forget_unread(batch.id, [SHARD])
     taken = await worker.take(await stage.delivered(worker), "token", observing=True, crash_limit=5)
     assert taken.status == "ok"
     assert "batch:unknown" not in await stage.key_names()
