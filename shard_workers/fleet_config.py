@@ -124,8 +124,8 @@ class FleetConfig:
             return None
         return (
             f"{instances} instances under {self.plan.placement_strategy} need {instances} nodes, and a local Ray is "
-            f"one; join a cluster with "
-            f"`{ROOT}.fleet.address`, or set `{CONFIG_ROOT}.placement_strategy: PACK`, which is for one machine"
+            f"one; join a cluster with `{ROOT}.fleet.address`, or set `{CONFIG_ROOT}.placement_strategy: PACK`, which "
+            "is for one machine"
         )
 
     @property

@@ -176,13 +176,9 @@ def _not_placed(cpus: Sequence[float], strategy: str, timeout_s: float, avoid_no
     free = cast("dict[str, float]", ray.available_resources()).get("CPU", 0.0)
     taken = f", {len(avoid_nodes)} of them with an instance already" if avoid_nodes else ""
     where = "on nodes of their own" if avoid_nodes else f"under {strategy}"
-    spread = bool(avoid_nodes) or strategy == DEFAULT_PLACEMENT_STRATEGY
-    remedies = [
-        "Add nodes",
-        "lower `actor_cpus` or `replicas`",
-        "raise `rolloutbus.fleet.placement_timeout_s`",
-        *["on one machine, set `env.nemo_gym.placement_strategy: PACK`"] * spread,
-    ]
+    remedies = ["Add nodes", "lower `actor_cpus` or `replicas`", "raise `rolloutbus.fleet.placement_timeout_s`"]
+    if avoid_nodes or strategy == DEFAULT_PLACEMENT_STRATEGY:
+        remedies.append("on one machine, set `env.nemo_gym.placement_strategy: PACK`")
     return (
         f"{len(cpus)} bundles ({sizes} each) could not be placed {where} within {timeout_s:g} s: the cluster "
         f"has {len(nodes)} nodes with {totals or 'no'} CPUs{taken}, and {free:g} CPUs are free in all. "

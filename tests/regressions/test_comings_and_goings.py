@@ -115,33 +115,15 @@ async def test_a_failed_group_raises_after_a_late_resume_too(tmp_path: Path) -> 
                 await completed(await client.resume(batch))
 
 
-async def test_a_trainer_that_was_cut_off_too_long_is_told_which_groups_were_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_trainer_that_was_cut_off_too_long_is_told_which_groups_were_dropped(
+    tmp_path: Path, restarted: bool
+) -> None:
     """A switch was replaced, and a trainer saw its broker again after a quarter of an hour. Its workers had given it
     up, nothing on the broker knew of its groups, and it waited for them until the job's time was over. A client that
-    comes back without having died is told like one that resumes.
+    comes back without having died is told like one that resumes. Where the broker was restarted meanwhile it brings
+    back what that may have lost, and what had been dropped looked like a group of a cancelled batch.
     """
-    async with (
-        arena_on(tmp_path, tcp=True, abandon_after_s=1.0) as arena,
-        proxy_to(arena) as proxy,
-        asyncio.timeout(30),
-        arena.client(proxy.url) as client,
-        client.run_groups(rows_of(30, 2), 2, on_failure="yield") as batch,
-    ):
-        await arena.sealed(batch.id)
-        arena.worker("s/0", Environment(_slow), slots=1)
-        groups = [await anext(batch)]
-        proxy.misbehave("reset")
-        await comes_true(lambda: int(arena.control.hget(arena.keys.batch(batch.id), "cancelled")))
-        proxy.heal()
-        groups += [group async for group in batch]
-    failures = [group for group in groups if isinstance(group, GroupFailure)]
-    assert failures
-    assert {failure.type for failure in failures} == {"AbandonedError"}
-    assert len(groups) == 30
-
-
-async def test_a_trainer_that_was_cut_off_while_its_broker_restarted_is_told_the_same(tmp_path: Path) -> None:
-    """It brought back what a broker may lose, and what had been dropped looked like a group of a cancelled batch."""
     async with (
         arena_on(tmp_path, persistence="always", tcp=True, abandon_after_s=1.0) as arena,
         proxy_to(arena) as proxy,
@@ -154,10 +136,12 @@ async def test_a_trainer_that_was_cut_off_while_its_broker_restarted_is_told_the
         groups = [await anext(batch)]
         proxy.misbehave("reset")
         await comes_true(lambda: int(arena.control.hget(arena.keys.batch(batch.id), "cancelled")))
-        await asyncio.to_thread(arena.broker.kill)
-        await asyncio.to_thread(arena.broker.restart)
+        if restarted:
+            await asyncio.to_thread(arena.broker.kill)
+            await asyncio.to_thread(arena.broker.restart)
         proxy.heal()
         groups += [group async for group in batch]
     failures = [group for group in groups if isinstance(group, GroupFailure)]
+    assert failures
     assert {failure.type for failure in failures} == {"AbandonedError"}
     assert sorted(group.group_index for group in groups) == list(range(30))

@@ -92,7 +92,7 @@ class Repeats:
             return error
 
     def open(self, client: str, size: int, shards: list[str], whole: bool) -> None:
-        if not (len(self.live) < 3):
+        if len(self.live) >= 3:
             return
         plan = self.world.plan(client, size, shards)
         self.world.hold(client)
@@ -105,13 +105,13 @@ class Repeats:
         plan.sealed = self._tried(plan.process.transitions.seal(plan.id)) == "ok" or plan.sealed
 
     def publish(self, at: int, places: set[int], heard: bool) -> None:
-        if not (self.mine):
+        if not self.mine:
             return
         plan = self._plan(at)
         self.world.publish(plan, [at for at in sorted(places) if at < len(plan.groups)], heard=heard)
 
     def seal(self, at: int) -> None:
-        if not (self.mine):
+        if not self.mine:
             return
         self._seal(self._plan(at))
 
@@ -128,13 +128,13 @@ class Repeats:
         self.world.collect(client)
 
     def hand_over(self, at: int, some: set[int]) -> None:
-        if not (self.mine):
+        if not self.mine:
             return
         plan = self._plan(at)
         self.world.hand_over(plan, [group for group in plan.outcomes if group in some])
 
     def expire(self, at: int, group: int, reason: str) -> None:
-        if not (any(plan.groups for plan in self.mine)):
+        if not any(plan.groups for plan in self.mine):
             return
         plans = [plan for plan in self.mine if plan.groups]
         plan = plans[at % len(plans)]
@@ -146,7 +146,7 @@ class Repeats:
         return self.world.run(expire(outline.shard, outline, entry, reason, 0, FAILURE))
 
     def cancel(self, at: int) -> None:
-        if not (self.live):
+        if not self.live:
             return
         plan = self.live[at % len(self.live)]
         world, client = self.world, plan.process.transitions.client
@@ -154,7 +154,7 @@ class Repeats:
         plan.cancelled = True
 
     def close(self, at: int) -> None:
-        if not (self.mine):
+        if not self.mine:
             return
         self._close(self._plan(at))
 
@@ -193,7 +193,7 @@ class Repeats:
             self.world.take(hands, -1, observing=observing)
 
     def take(self, at: int, entry: int, observing: bool) -> None:
-        if not (any(hands.given for hands in self.world.hands)):
+        if not any(hands.given for hands in self.world.hands):
             return
         full = [hands for hands in self.world.hands if hands.given]
         self.world.take(full[at % len(full)], entry, observing=observing)
@@ -217,13 +217,13 @@ class Repeats:
         return self._as(attempt, hands.transitions.accept([Acceptance(attempt, rows, finish)]))[0]
 
     def accept(self, at: int, positions: set[int], finish: bool) -> None:
-        if not (self.world.attempts):
+        if not self.world.attempts:
             return
         hands, attempt = self._one(at)
         self._accept(hands, attempt, [at for at in sorted(positions) if at < attempt.group.rows], finish=finish)
 
     def finish(self, at: int) -> None:
-        if not (self.world.attempts):
+        if not self.world.attempts:
             return
         self._finish(*self._one(at))
 
@@ -236,19 +236,19 @@ class Repeats:
         return answer.status
 
     def fail(self, at: int, limit: int, delay_s: float) -> None:
-        if not (self.world.attempts):
+        if not self.world.attempts:
             return
         hands, attempt = self._one(at)
         self._as(attempt, hands.transitions.fail(attempt, FAILURE, limit=limit, delay_s=delay_s))
 
     def release(self, at: int) -> None:
-        if not (self.world.attempts):
+        if not self.world.attempts:
             return
         hands, attempt = self._one(at)
         self._as(attempt, hands.transitions.release(attempt))
 
     def renew(self, at: int, observing: bool) -> None:
-        if not (self.world.attempts):
+        if not self.world.attempts:
             return
         hands, attempt = self._one(at)
         held = HeldGroup(attempt.group.batch, attempt.group.entry, attempt.group.group, attempt.token)
@@ -297,10 +297,9 @@ class Repeats:
         self.world.run(hands.transitions.set_aside(entry, "a stranger's"))
 
     def again_at_once(self) -> None:
-        if not (self.world.recorder.last):
-            return
         sent = self.world.recorder.last
-        assert sent is not None
+        if sent is None:
+            return
         before = self.world.digest()
         self.world.run(self.world.recorder.again(sent))
         if not any(name in MAY_FIND_MORE for name, _ in sent.calls):
