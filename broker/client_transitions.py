@@ -200,8 +200,8 @@ class ClientTransitions:
             )
         self._check(status, batch, ("ok",))
 
-    async def handed(self, batch: str, shard: str, groups: Sequence[int], entries: Sequence[str], size: int) -> str:
-        """The trainer has these groups; their result entries go."""
+    async def handed(self, batch: str, shard: str, groups: Sequence[int], entries: Mapping[str, int]) -> str:
+        """The trainer has these groups; their result entries (id → bytes that counted as unread) go."""
         command = SCRIPTS["handed"].call(
             [
                 self._keys.batch(batch),
@@ -210,7 +210,7 @@ class ClientTransitions:
                 self._keys.events,
             ],
             self.incarnation,
-            size,
+            sum(entries.values()),
             ",".join(map(str, groups)),
             *entries,
         )

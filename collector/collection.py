@@ -53,8 +53,8 @@ class Handover(NamedTuple):
     batch: str
     shard: str
     groups: Sequence[int]
-    entries: Sequence[str]
-    size: int
+    # Entry id → bytes of its payload, which count as unread until it is deleted.
+    entries: Mapping[str, int]
 
 
 class BatchCollection:
@@ -120,8 +120,7 @@ class BatchCollection:
     def add(self, entry: ResultEntry) -> list[Handover]:
         """Take one entry in; returns what may be deleted at once because the trainer had it before."""
         if entry.kind == "cancelled":
-            reason = entry.payload.decode(errors="replace") or "no reason given"
-            self._sink.on_error(BatchCancelledError(f"batch {self.batch} was cancelled by an operator: {reason}"))
+            self.cancelled(entry.payload)
             return []
         if not 0 <= entry.group < self.groups:
             raise ForeignEntryError(
@@ -130,7 +129,7 @@ class BatchCollection:
         self._check_rows(entry)
         if entry.group in self._handed:
             # It came again after the broker lost its deletion, and counts as unread there.
-            return [Handover(self.batch, self.shards[entry.group], [], [entry.entry], len(entry.payload))]
+            return [Handover(self.batch, self.shards[entry.group], [], {entry.entry: len(entry.payload)})]
         incoming = self._incoming.setdefault(entry.group, _Incoming(since=time.monotonic()))
         if entry.entry in incoming.entries:
             return []
@@ -216,6 +215,11 @@ class BatchCollection:
         indices = range(first, first + self._size)
         self._sink.on_group(GroupFailure.of(f"{self.batch}:{group}", group, indices, failure))
 
+    def cancelled(self, reason: bytes) -> None:
+        """An operator ended the batch."""
+        told = reason.decode(errors="replace") or "no reason given"
+        self.error(BatchCancelledError(f"batch {self.batch} was cancelled by an operator: {told}"))
+
     def error(self, error: BaseException) -> None:
         """The batch cannot go on."""
         self._sink.on_error(error)
@@ -239,21 +243,21 @@ class BatchCollection:
 
     def leftovers(self) -> list[Handover]:
         """Once the batch is over: all its entries that nobody will have."""
-        by_shard: dict[str, list[str]] = {}
+        by_shard: dict[str, list[tuple[str, int]]] = {}
         for group, incoming in self._incoming.items():
-            by_shard.setdefault(self.shards[group], []).extend(incoming.entries)
+            by_shard.setdefault(self.shards[group], []).extend(incoming.entries.items())
         self._incoming.clear()
         return [
-            Handover(self.batch, shard, [], entries[first : first + _LEFT_AT_ONCE], 0)
+            Handover(self.batch, shard, [], dict(entries[first : first + _LEFT_AT_ONCE]))
             for shard, entries in by_shard.items()
             for first in range(0, len(entries), _LEFT_AT_ONCE)
         ]
 
     def _handover(self, shard: str, groups: list[int]) -> Handover:
-        entries: Mapping[str, int] = {
+        entries = {
             entry: size
             for group in groups
             if group in self._incoming
             for entry, size in self._incoming.pop(group).entries.items()
         }
-        return Handover(self.batch, shard, groups, list(entries), sum(entries.values()))
+        return Handover(self.batch, shard, groups, entries)

@@ -247,7 +247,7 @@ class Collector:
             return
         for (_, found), exists in zip(strangers.items(), alive, strict=True):
             for shard, entry in found if not exists else ():
-                self._let_go([Handover("-", shard, [], [entry], 0)])
+                self._let_go([Handover("-", shard, [], {entry: 0})])
 
     async def _hand_over_for_ever(self) -> None:
         while True:
@@ -263,9 +263,7 @@ class Collector:
         if not handover.entries:
             return
         try:
-            status = await self._transitions.handed(
-                handover.batch, handover.shard, handover.groups, handover.entries, handover.size
-            )
+            status = await self._transitions.handed(*handover)
         except RolloutBusError as error:
             log.warning(
                 "could not acknowledge %d entries of batch %s (%s)", len(handover.entries), handover.batch, error
@@ -293,20 +291,15 @@ def _order(entry_id: bytes) -> tuple[int, int]:
 
 
 def _joined(handovers: deque[Handover]) -> list[Handover]:
-    """Waiting hand-overs, those of the same batch and shard as one, as many as one call of a script may name."""
-    joined: dict[tuple[str, str], list[Handover]] = {}
-    entries = 0
-    while handovers and entries < MAX_ENTRIES_HANDED:
-        entries += len(handovers[0].entries)
-        handover = handovers.popleft()
-        joined.setdefault((handover.batch, handover.shard), []).append(handover)
-    return [
-        Handover(
-            batch,
-            shard,
-            [group for part in parts for group in part.groups],
-            [entry for part in parts for entry in part.entries],
-            sum(part.size for part in parts),
-        )
-        for (batch, shard), parts in joined.items()
-    ]
+    """Waiting hand-overs, those of the same batch and shard as one, as many as one call of a script may name. An entry
+    that was read twice counts once.
+    """
+    joined: dict[tuple[str, str], tuple[list[int], dict[str, int]]] = {}
+    taken = 0
+    while handovers and taken < MAX_ENTRIES_HANDED:
+        taken += len(handovers[0].entries)
+        batch, shard, more_groups, more_entries = handovers.popleft()
+        groups, entries = joined.setdefault((batch, shard), ([], {}))
+        groups.extend(more_groups)
+        entries.update(more_entries)
+    return [Handover(batch, shard, groups, entries) for (batch, shard), (groups, entries) in joined.items()]

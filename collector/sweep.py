@@ -112,7 +112,7 @@ class Sweeper:
             self._link,
             [
                 ("TIME",),
-                ("HMGET", self._keys.batch(batch), "state", "unread_bytes", *(f"g:{group}" for group in out)),
+                ("HMGET", self._keys.batch(batch), "state", "reason", "unread_bytes", *(f"g:{group}" for group in out)),
                 ("HGETALL", self._keys.shards),
                 ("EXISTS", *results),
             ],
@@ -120,11 +120,15 @@ class Sweeper:
         now_ms = int(replies[0][0]) * 1000 + int(replies[0][1]) // 1000
         if not watched.is_there():
             return
-        state, unread, *raw_records = replies[1]
+        state, reason, unread, *raw_records = replies[1]
         if state is None:
             watched.collection.error(
                 UnknownBatchError(f"batch {batch} is gone from the broker; somebody deleted or closed it")
             )
+            return
+        if state == b"closed":
+            # The results stream that should have told it was deleted.
+            watched.collection.cancelled(reason or b"")
             return
         if replies[3] < len(results):
             await self._make_results(batch, shards)

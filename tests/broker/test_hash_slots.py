@@ -103,7 +103,7 @@ async def play(runner: Recording, run: str, client_name: str, shard: str, label:
     await worker.fetch((await worker.claim(5, observing=True, peers=())).entries)
     await worker.set_aside(attempts[4].group.entry, "why")
     await worker.unseen()
-    await client.handed("b0", shard, [0], ["1-1"], 1)
+    await client.handed("b0", shard, [0], {"1-1": 1})
     await client.expire(shard, groups[2], published[2].entry, "no_instance", 1, failure)  # pyright: ignore
     await client.adopt("b1")
     await run_step(runner, SCRIPTS["revoke"].call([keys.groups(shard)], f"{label}:i", 1))

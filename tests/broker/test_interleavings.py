@@ -139,7 +139,7 @@ class Interleaving(RuleBasedStateMachine):
         self.handed += [index for entry in found if entry.kind == "rows" for index in entry.row_indices]
         for entry in found:
             size = len(entry.payload) if entry.kind != "cancelled" else 0
-            run(self.batch.client.handed(entry.batch, SHARD, [], [entry.entry], size))
+            run(self.batch.client.handed(entry.batch, SHARD, [], {entry.entry: size}))
 
     @rule()
     def scripts_are_flushed(self) -> None:

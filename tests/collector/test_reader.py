@@ -72,9 +72,29 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> Broker:
     return broker
 
 
+class Transitions:
+    """Plays the client's steps: what was handed over is written down."""
+
+    client = "me"
+
+    def __init__(self) -> None:
+        self.handed_over: list[tuple[Any, ...]] = []
+        self.go_on = asyncio.Event()
+
+    async def handed(self, *what: Any) -> str:
+        self.handed_over.append(what)
+        await self.go_on.wait()
+        return "ok"
+
+
 @pytest.fixture
-async def collector(broker: Broker) -> AsyncGenerator[Collector]:
-    collector = Collector(BrokerSettings(url="unix:///none"), KEYS, broker, SimpleNamespace(client="me"))  # pyright: ignore[reportArgumentType]
+def transitions() -> Transitions:
+    return Transitions()
+
+
+@pytest.fixture
+async def collector(broker: Broker, transitions: Transitions) -> AsyncGenerator[Collector]:
+    collector = Collector(BrokerSettings(url="unix:///none"), KEYS, broker, transitions)  # pyright: ignore[reportArgumentType]
     running = asyncio.create_task(collector.run())
     yield collector
     running.cancel()
@@ -135,3 +155,26 @@ async def test_after_a_lost_connection_less_is_asked_for_at_once(broker: Broker,
         counts.append(int(str(command[2])))
         reply.set_exception(BrokerUnavailableError("the broker closed the connection"))
     assert counts == [16, 8, 4, 2]
+
+
+async def test_an_entry_that_is_to_go_twice_frees_its_bytes_once(
+    broker: Broker, collector: Collector, transitions: Transitions
+) -> None:
+    """Both its hand-over and its coming again waited to be passed on; what was unread then counted too low."""
+    await collector.attach(batch("b", []), ["s"])
+    for entry, group in ("4-0", 1), ("5-0", 0):
+        _, reply = await broker.read()
+        reply.set_result(found(entry, "b", group))
+        _, reply = await broker.read()
+        reply.set_result([None])
+        collector.hand_over("b", [group])
+        await asyncio.sleep(0)
+    _, reply = await broker.read()
+    reply.set_result(found("5-0", "b", 0))
+    await broker.read()
+    transitions.go_on.set()
+    await asyncio.wait_for(collector.handed_over(), LIMIT_S)
+    assert [(groups, list(entries)) for _, _, groups, entries in transitions.handed_over] == [
+        ([1], ["4-0"]),
+        ([0], ["5-0"]),
+    ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rolloutbus.broker.channel import Command, ReplyError
 from rolloutbus.broker.client_transitions import OutgoingGroup
-from rolloutbus.broker.errors import BrokerError, NoInstanceError, UnknownBatchError
+from rolloutbus.broker.errors import BatchCancelledError, BrokerError, NoInstanceError, UnknownBatchError
 from rolloutbus.broker.keys import Keys
 from rolloutbus.broker.messages import Failure, ForeignEntryError
 from rolloutbus.broker.settings import BrokerSettings
@@ -46,6 +46,7 @@ class Broker:
         self.client = "c"
         self.has_results = True
         self.unread: bytes | None = None
+        self.reason: bytes | None = None
         self.doubted: list[tuple[str, ...]] = []
         self.asked: list[tuple[int, str]] = []
         self.expired: list[tuple[int, str]] = []
@@ -60,8 +61,8 @@ class Broker:
         if words[0] == "TIME":
             return [str(NOW_S).encode(), b"0"]
         if words[0] == "HMGET":
-            groups = [self.records[int(word[2:])] for word in words[4:]]
-            return [self.state and self.state.encode(), self.unread, *groups]
+            groups = [self.records[int(word[2:])] for word in words[5:]]
+            return [self.state and self.state.encode(), self.reason, self.unread, *groups]
         if words[0] == "HGETALL":
             return [b"s", json.dumps(self.shard).encode()]
         if words[0] == "EXISTS" and words[1] == KEYS.results("c", "s"):
@@ -183,6 +184,16 @@ async def test_a_batch_that_is_gone_ends_with_an_error(desk: Desk) -> None:
     await desk.sweep()
     (error,) = desk.errors
     assert isinstance(error, UnknownBatchError)
+
+
+async def test_a_batch_that_an_operator_cancelled_ends_though_its_word_found_no_results_stream(desk: Desk) -> None:
+    """The stream that would have told was deleted; the batch waited for groups that nobody had any more."""
+    desk.broker.state, desk.broker.reason, desk.broker.has_results = "closed", b"wrong rows", False
+    await desk.sweep()
+    (error,) = desk.errors
+    assert isinstance(error, BatchCancelledError)
+    assert "wrong rows" in str(error)
+    assert not desk.broker.has_results
 
 
 async def test_a_batch_that_is_not_opened_yet_or_being_brought_back_is_not_gone(desk: Desk) -> None:

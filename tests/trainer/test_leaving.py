@@ -216,7 +216,9 @@ async def test_a_client_that_closes_begins_nothing_any_more(stack: Stack, monkey
 
 
 @within(20)
-async def test_an_operators_cancellation_is_told_with_its_reason(stack: Stack) -> None:
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_an_operators_cancellation_is_told_with_its_reason(stack: Stack, is_told: bool) -> None:
+    """Also where its word finds no results stream, because somebody deleted it."""
     from rolloutbus.broker.channel import Link
 
     environment = EachRow(Gates().rollout)
@@ -225,6 +227,8 @@ async def test_an_operators_cancellation_is_told_with_its_reason(stack: Stack) -
     async with client.run_groups(rows_of(3), 2) as batch:
         await stack.happens("taken", 3)
         link = Link(BrokerSettings(url=stack.broker.url), "operator")
+        if not is_told:
+            await link.run([("DEL", stack.keys.results("trainer", "s"))])
         assert await cancel_batch(link, stack.keys, batch.id, "trainer", ["s"], "too dear") == 3
         await link.close()
         with pytest.raises(BatchCancelledError, match="cancelled by an operator: too dear"):

@@ -327,7 +327,7 @@ class World:
         for shard, entry in list(self.results(client)):
             plan = plans.get(entry.batch)
             if plan is None and not self.raw("EXISTS", self.keys.batch(entry.batch)):
-                self.run(self.processes[client].transitions.handed("-", shard, [], [entry.entry], 0))
+                self.run(self.processes[client].transitions.handed("-", shard, [], {entry.entry: 0}))
             for handover in plan.collection.add(entry) if plan and plan.collection else ():
                 self.run(self.processes[client].transitions.handed(*handover))
         for plan in plans.values():

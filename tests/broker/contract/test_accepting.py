@@ -136,7 +136,7 @@ async def test_a_finish_repeated_after_the_hand_over_is_still_a_repetition(stage
     attempt = await stage.taken(worker)
     await stage.finish(worker, attempt)
     (entry,) = await stage.results()
-    await batch.client.handed(batch.id, SHARD, [0], [entry.entry], len(entry.payload))
+    await batch.client.handed(batch.id, SHARD, [0], {entry.entry: len(entry.payload)})
     assert (await stage.finish(worker, attempt)).status == "repeated"
     assert await stage.results() == []
 

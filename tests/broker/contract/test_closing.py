@@ -133,7 +133,7 @@ async def test_what_was_handed_over_is_deleted_and_its_bytes_are_counted_once(st
     first, second = await stage.results()
     size = len(first.payload)
     for _ in range(2):
-        assert await batch.client.handed(batch.id, SHARD, [0], [first.entry], size) == "ok"
+        assert await batch.client.handed(batch.id, SHARD, [0], {first.entry: size}) == "ok"
         assert await stage.count(batch, "unread_bytes") == len(second.payload)
     assert [entry.entry for entry in await stage.results()] == [second.entry]
     assert [(await stage.record(batch, group))["status"] for group in range(2)] == ["handed", "done"]
@@ -145,7 +145,7 @@ async def test_a_process_that_lost_its_name_acknowledges_nothing(stage: Stage):
     await stage.finish(worker, await stage.taken(worker))
     (entry,) = await stage.results()
     loser = stage.client(incarnation="second")
-    assert await loser.handed(batch.id, SHARD, [0], [entry.entry], 1) == "not-owner"
+    assert await loser.handed(batch.id, SHARD, [0], {entry.entry: 1}) == "not-owner"
     assert await stage.results() == [entry]
     assert (await stage.record(batch))["status"] == "done"
 
@@ -156,7 +156,7 @@ async def test_left_over_results_of_a_closed_batch_can_be_deleted(stage: Stage):
     await stage.finish(worker, await stage.taken(worker))
     (entry,) = await stage.results()
     await batch.close()
-    assert await batch.client.handed(batch.id, SHARD, [], [entry.entry], 0) == "gone"
+    assert await batch.client.handed(batch.id, SHARD, [], {entry.entry: 0}) == "gone"
     assert await stage.results() == []
     assert f"batch:{batch.id}" not in await stage.key_names()
 
@@ -218,7 +218,7 @@ async def test_what_comes_late_to_a_closed_batch_is_gone_and_creates_no_key(stag
     assert (await worker.take(group, "t", observing=True, crash_limit=5)).status in ("gone", "stale")
     with pytest.raises(BatchCancelledError):
         await batch.client.seal(batch.id)
-    assert await batch.client.handed(batch.id, SHARD, [0], ["1-1"], 5) == "gone"
+    assert await batch.client.handed(batch.id, SHARD, [0], {"1-1": 5}) == "gone"
     assert await stage.key_names() == before
     assert await stage.results() == []
 

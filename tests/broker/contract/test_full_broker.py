@@ -106,7 +106,7 @@ async def test_clients_go_on(real_stage: Stage, memory: Memory):
     assert await client.seal(unsealed.id) == "ok"
     await client.adopt(unsealed.id)
     (entry,) = await real_stage.results()
-    assert await client.handed(batch.id, SHARD, [0], [entry.entry], len(entry.payload)) == "ok"
+    assert await client.handed(batch.id, SHARD, [0], {entry.entry: len(entry.payload)}) == "ok"
     assert await client.expire(SHARD, expired.groups[0], expired.entries[0], "no_instance", 1, FAILURE) == "dead"
     assert await cancel_batch(real_stage.runner, real_stage.keys, cancelled.id, "trainer", [SHARD], "why") == 1
     books = await batch.close()

@@ -324,7 +324,7 @@ async def test_a_parked_group_comes_back_once_results_are_handed_over(stage: Sta
     group = await stage.delivered(worker)
     assert (await take(worker, group)).status == "parked"
     (entry,) = await stage.results()
-    assert await small.handed(batch.id, SHARD, [0], [entry.entry], len(entry.payload)) == "ok"
+    assert await small.handed(batch.id, SHARD, [0], {entry.entry: len(entry.payload)}) == "ok"
     assert await stage.claimed(worker) == group
 
 

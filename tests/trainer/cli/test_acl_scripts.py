@@ -74,7 +74,7 @@ PRODUCER = [
 COLLECTOR = [
     *EITHER,
     client(lambda it: it.make_results(SHARDS)), client(lambda it: it.forget_unread("b", SHARDS)),
-    client(lambda it: it.handed("b", SHARD, [0], ["1-1"], 1)),
+    client(lambda it: it.handed("b", SHARD, [0], {"1-1": 1})),
     client(lambda it: it.expire(SHARD, OUTGOING, "1-1", "deadline", 1.0, FAILURE)),
     client(lambda it: it.set_aside(SHARD, "1-1", "foreign")),
 ]  # fmt: skip
