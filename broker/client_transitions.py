@@ -177,9 +177,9 @@ class ClientTransitions:
         )
         self._check((await run_step(self._runner, command))[0][0].decode(), batch, ("ok",))
 
-    async def seal(self, batch: str) -> str:
-        """Say that all groups are published."""
-        command = SCRIPTS["seal"].call([self._keys.batch(batch)], self.incarnation)
+    async def seal(self, batch: str, checksums: str = "") -> str:
+        """Say that all groups are published. `checksums` of their rows, where known, are for whoever resumes it."""
+        command = SCRIPTS["seal"].call([self._keys.batch(batch)], self.incarnation, checksums)
         status = (await run_step(self._runner, command))[0][0].decode()
         return self._check(status, batch, ("ok", "unfinished"))
 

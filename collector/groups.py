@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple
 from ..broker import codec
 from ..broker.errors import DecodeError, GroupFailedError, UnreadableResultError
 from ..broker.messages import Failure
+
+_FRAME = re.compile(r'^ *File "(?:.*[/\\])?([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
 
 
 class Origin(NamedTuple):
@@ -98,11 +101,25 @@ class GroupFailure:
     def sentence(self) -> str:
         """Which group failed where, and of what."""
         first, last = self.row_indices[0], self.row_indices[-1]
+        return f"group {self.group_index} (rows {first} to {last}) failed for good{self.account}"
+
+    @property
+    def account(self) -> str:
+        """Where it was, what it was, and the line of code that raised it."""
         where = f" on {self.instance}, attempt {self.attempt}" if self.instance else ""
-        return f"group {self.group_index} (rows {first} to {last}) failed for good{where}: {self.type}: {self.message}"
+        frames = _FRAME.findall(self.traceback)
+        line = " ({}, line {}, in {})".format(*frames[-1]) if frames else ""
+        return f"{where}: {self.type}: {self.message}{line}"
 
     def error(self) -> GroupFailedError:
         """The failure as the error that `on_failure="raise"` raises."""
-        return GroupFailedError(
+        error = GroupFailedError(
             f'{self.sentence}. Use on_failure="yield" to go on without it; `rolloutbus dead list` keeps it'
         )
+        self.explain(error)
+        return error
+
+    def explain(self, error: BaseException) -> None:
+        """Have `error` show, where it is printed, what was raised in the environment."""
+        if self.traceback:
+            error.add_note(f"In the environment of {self.instance}:\n{self.traceback}")

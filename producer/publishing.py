@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +44,7 @@ _DEAD_LETTERS_TOO = " (dead letters fill it too: `rolloutbus dead list`, `dead d
 FULL_RATIO = 0.98
 # Groups of which a broker that lost its data is told in one step.
 RESTORED_AT_ONCE = 1000
+CHECKSUM_LENGTH = 8
 _POLL_S = 0.02
 _SAY_EVERY_S = 30.0
 _MEMORY_CHECK_EVERY_S = 0.5
@@ -57,6 +59,7 @@ class Publication:
     num_generations: int
     entries: dict[int, str] = field(default_factory=dict[int, str])
     placed: set[int] = field(default_factory=set[int])
+    checksums: dict[int, str] = field(default_factory=dict[int, str])
     opened: bool = False
     waiting_for: str = ""
 
@@ -78,6 +81,13 @@ class Publication:
         return json.dumps(runs, separators=(",", ":"))
 
     @property
+    def all_checksums(self) -> str:
+        """Those of all groups, one after another, for a client that comes back; empty where one is unknown."""
+        if len(self.checksums) < len(self.groups):
+            return ""
+        return "".join(self.checksums[group.index] for group in self.groups)
+
+    @property
     def spec(self) -> BatchSpec:
         rows = sum(len(group.rows) for group in self.groups)
         return BatchSpec(self.batch, len(self.groups), rows, self.num_generations, self.shards, self.layout)
@@ -87,17 +97,20 @@ def _destination(group: PromptGroup) -> tuple[str, str]:
     return group.shard, group.route
 
 
-def encode_group(batch: str, group: PromptGroup, max_bytes: int) -> OutgoingGroup:
-    """A group ready for the wire; raises `EncodeError` or `PayloadTooLargeError` naming the row."""
+def encode_group(batch: str, group: PromptGroup) -> OutgoingGroup:
+    """A group ready for the wire; raises `EncodeError` naming the row."""
     # The caller may have stamped the same rows for another batch meanwhile.
     rows = [{**row, "_rowidx": index} for index, row in enumerate(group.rows, start=group.first_row)]
     payload = Payload.of(codec.encode_rows(rows, first_row=group.first_row))
-    if payload.size > max_bytes:
-        raise PayloadTooLargeError(
-            f"the group that begins at row {group.first_row} is {payload.size} bytes, above max_payload_bytes "
-            f"({max_bytes}); send less per row, or raise rolloutbus.broker.max_payload_bytes"
-        )
     return OutgoingGroup(batch, group.index, group.shard, group.route, len(group.rows), group.first_row, payload)
+
+
+def checksum(group: OutgoingGroup) -> str:
+    """CRC-32 of the payload, `CHECKSUM_LENGTH` hexadecimal digits: the same rows are packed to the same bytes."""
+    crc = 0
+    for buffer in group.payload.buffers:
+        crc = zlib.crc32(buffer, crc)
+    return f"{crc:0{CHECKSUM_LENGTH}x}"
 
 
 class Producer:
@@ -152,7 +165,7 @@ class Producer:
             raise several.exceptions[0] from None
 
     async def _seal(self, publication: Publication) -> None:
-        status = await self._transitions.seal(publication.batch)
+        status = await self._transitions.seal(publication.batch, publication.all_checksums)
         if status != "ok":
             raise BatchError(f"batch {publication.batch} could not be sealed: the broker does not hold all its groups")
 
@@ -163,7 +176,7 @@ class Producer:
             writes: list[OutgoingGroup] = []
             size = 0
             while at < len(groups) and len(writes) < most and size < min(WRITE_BYTES, self._settings.max_queued_bytes):
-                writes.append(encode_group(publication.batch, groups[at], self._settings.max_payload_bytes))
+                writes.append(self._encode(publication, groups[at]))
                 size += writes[-1].payload.size
                 at += 1
                 if not at % ENCODED_AT_ONCE:
@@ -174,6 +187,16 @@ class Producer:
             elif most < WRITE_GROUPS and at < len(groups):
                 await asyncio.sleep(BREATH_S)
             most = min(2 * most, WRITE_GROUPS)
+
+    def _encode(self, publication: Publication, group: PromptGroup) -> OutgoingGroup:
+        outgoing, limit = encode_group(publication.batch, group), self._settings.max_payload_bytes
+        if outgoing.payload.size > limit:
+            raise PayloadTooLargeError(
+                f"the group that begins at row {group.first_row} is {outgoing.payload.size} bytes, above "
+                f"max_payload_bytes ({limit}); send less per row, or raise rolloutbus.broker.max_payload_bytes"
+            )
+        publication.checksums[group.index] = checksum(outgoing)
+        return outgoing
 
     async def _write(self, publication: Publication, writes: list[OutgoingGroup]) -> int:
         """Publish `writes` until all are on their stream; returns the bytes then queued for their shard."""

@@ -142,6 +142,16 @@ def plan_groups(rows: Sequence[Row], route_map: Mapping[str, str], num_generatio
     return groups
 
 
+def begins_with_mixed_prompts(rows: Sequence[Row], num_generations: int) -> bool:
+    """Whether the first group's rows have different inputs: rows that were not repeated, or not side by side."""
+    first, *others = [row["responses_create_params"].get("input") for row in rows[:num_generations]]
+    try:
+        return any(other is not first and other != first for other in others)
+    except (TypeError, ValueError, RuntimeError):
+        # Arrays in them do not tell by `!=`.
+        return False
+
+
 def _route(row: Row, index: int) -> str:
     try:
         return route_of(row)

@@ -12,7 +12,7 @@ from ..broker.inspection import decoded
 from ..broker.messages import ForeignEntryError
 from ..collector import BatchCollection
 from ..collector.sweep import ABANDONED
-from ..producer import PromptGroup
+from ..producer import CHECKSUM_LENGTH, PromptGroup
 
 
 class BatchRecord(BaseModel):
@@ -28,13 +28,23 @@ class BatchRecord(BaseModel):
     max_unread_bytes: int = Field(ge=0)
     # Runs of groups in order: shard, route, how many.
     layout: Json[list[tuple[str, str, PositiveInt]]]
+    # One per group, in order. A batch that an earlier version published has none.
+    checksums: str = ""
 
     @model_validator(mode="after")
     def _check_sums(self) -> Self:
         laid_out = sum(count for _, _, count in self.layout)
         if self.groups * self.group_size != self.rows or laid_out != self.groups or self.published > self.groups:
             raise ValueError("its numbers do not agree")
+        if len(self.checksums) not in (0, self.groups * CHECKSUM_LENGTH):
+            raise ValueError("it has not one checksum per group")
         return self
+
+    @property
+    def published_checksums(self) -> dict[int, str]:
+        """Of each group, what its rows were; empty where that is not known."""
+        starts = range(0, len(self.checksums), CHECKSUM_LENGTH)
+        return {group: self.checksums[at : at + CHECKSUM_LENGTH] for group, at in enumerate(starts)}
 
     def laid_out(self, rows: Sequence[dict[str, Any]]) -> list[PromptGroup]:
         """The groups, each with its part of `rows`."""

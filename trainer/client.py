@@ -7,22 +7,33 @@ another or side by side, and from threads. Connecting is lazy: the object may be
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from ..broker.errors import RouteError, UnknownBatchError, UsageError
-from ..broker.routes import route_of
 from ..broker.settings import BrokerSettings
 from ..broker.steps import ask
 from ..collector.timing import DEFAULT_PREFIX
-from ..producer import PromptGroup, check_rows, own_rows, plan_groups, stamp_again, stamp_row_indices
+from ..producer import (
+    PromptGroup,
+    begins_with_mixed_prompts,
+    check_rows,
+    own_rows,
+    plan_groups,
+    stamp_again,
+    stamp_row_indices,
+)
 from .arguments import broker_settings, check_batch_id, check_on_failure, check_seconds, check_text
 from .batch import Batch, GroupBatch, OnFailure, RowBatch
 from .batch_record import StoredBatch
 from .engine import Engine
+from .same_rows import require_same_rows
 from .session import Session, new_session
+
+log = logging.getLogger("rolloutbus.trainer")
 
 DEFAULT_FLEET_WAIT_S = 60.0
 
@@ -46,6 +57,7 @@ class RolloutClient:
         if name_wait_s is not None:
             check_seconds("name_wait_s", name_wait_s)
         self._prefix = timer_prefix
+        self._told_of_mixed_prompts = False
         broker = broker_settings(url, settings)
         self._engine = Engine(broker, run, client, fleet_wait_s=fleet_wait_s, name_wait_s=name_wait_s)
 
@@ -116,9 +128,20 @@ class RolloutClient:
         groups = self._plan(rows, num_generations)
         stamp_row_indices(rows)
         session = new_session(secrets.token_hex(6), rows, groups, num_generations, rows_mode=rows_mode)
+        self._warn_of_mixed_prompts(session.batch, rows, num_generations)
         # Not waited for: a broker that hangs right now must not hold the caller's event loop up.
         self._engine.call(self._engine.sessions.start(session)).add_done_callback(session.note_start)
         return session
+
+    def _warn_of_mixed_prompts(self, batch: str, rows: Sequence[dict[str, Any]], num_generations: int) -> None:
+        """Once: some environments may want that."""
+        if not self._told_of_mixed_prompts and begins_with_mixed_prompts(rows, num_generations):
+            self._told_of_mixed_prompts = True
+            log.warning(
+                "batch %s: the first %d rows are one group, and their prompts differ; a group is %d rows of a prompt, "
+                "side by side: [dict(prompt) for prompt in prompts for _ in range(%d)]",
+                batch, num_generations, num_generations, num_generations,
+            )  # fmt: skip
 
     def _plan(self, rows: Sequence[dict[str, Any]], num_generations: int) -> list[PromptGroup]:
         try:
@@ -137,10 +160,10 @@ class RolloutClient:
         Those that were dropped because it stayed away too long come as `GroupFailure` of type `AbandonedError`.
 
         `rows` are the batch's rows in the order in which they were published, for `CompletedGroup.rows`; they are
-        stamped again. Their number and routes are checked; the broker does not know what else is in them. Without them
-        each row is `{"_rowidx": i}`.
+        stamped again. They are compared with what was published, by a checksum per group. Without them each row is
+        `{"_rowidx": i}`.
         Raises `UnknownBatchError` when it came back too late or the publishing had not finished, and `UsageError` for a
-        batch that this client has open, or that is another client's, and for rows of other routes.
+        batch that this client has open, or that is another client's, and for rows other than those published.
         """
         check_on_failure(on_failure)
         check_batch_id(batch_id)
@@ -166,7 +189,7 @@ class RolloutClient:
                 f"batch {batch_id} is not on the broker: it was closed, abandoned after its client stayed away, "
                 "or never existed"
             )
-        session = _session_again(batch_id, StoredBatch(batch_id, flat), rows)
+        session = await _session_again(batch_id, StoredBatch(batch_id, flat), rows)
         await self._engine.sessions.resume(session)
         ready.append(session)
 
@@ -217,20 +240,7 @@ def _require_no_loop() -> None:
     )
 
 
-def _require_same_routes(batch: str, groups: Sequence[PromptGroup]) -> None:
-    """Raise `UsageError` where rows that came back with a batch are not those that it was published with, as far as the
-    broker can tell.
-    """
-    for group in groups:
-        for index, row in enumerate(group.rows, start=group.first_row):
-            if (given := route_of(row)) != group.route:
-                raise UsageError(
-                    f"row {index} of batch {batch} was published for route {group.route!r}, and the row given goes to "
-                    f"{given!r}; give the rows it was published with, in the same order, or none"
-                )
-
-
-def _session_again(batch_id: str, stored: StoredBatch, rows: Sequence[dict[str, Any]] | None) -> Session:
+async def _session_again(batch_id: str, stored: StoredBatch, rows: Sequence[dict[str, Any]] | None) -> Session:
     """The session of a batch as its record on the broker tells it, groups that are over told as such."""
     size, total = stored.record.group_size, stored.record.rows
     known = rows if rows is not None else [{"_rowidx": index} for index in range(total)]
@@ -239,8 +249,11 @@ def _session_again(batch_id: str, stored: StoredBatch, rows: Sequence[dict[str, 
             f"batch {batch_id} has {total} rows, but {len(known)} were given; give the rows it was published with"
         )
     groups = stored.record.laid_out(rows or ())
-    _require_same_routes(batch_id, groups)
+    published = stored.record.published_checksums
+    if rows is not None:
+        await require_same_rows(batch_id, groups, published)
     session = new_session(batch_id, known, groups, size, rows_mode=False)
+    session.publication.checksums.update(published)
     session.publication.placed.update(range(stored.record.groups))
     stored.tell(session.collection)
     return session

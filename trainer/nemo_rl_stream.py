@@ -205,9 +205,10 @@ def _abandon_opened(opening: Future[Feed]) -> None:
 
 def _failure(failure: GroupFailure, indices: list[int]) -> GroupFailedError:
     rows = ", ".join(str(indices[at]) for at in failure.row_indices)
-    where = f" on {failure.instance}, attempt {failure.attempt}" if failure.instance else ""
-    message = f"the group of rows {rows} failed for good{where}: {failure.type}: {failure.message}"
-    return RolloutInfraError(message) if failure.failure_class == "infra" else GroupFailedError(message)
+    message = f"the group of rows {rows} failed for good{failure.account}"
+    error = RolloutInfraError(message) if failure.failure_class == "infra" else GroupFailedError(message)
+    failure.explain(error)
+    return error
 
 
 def with_writable_arrays(value: Any) -> Any:

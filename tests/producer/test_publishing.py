@@ -5,19 +5,22 @@ go on.
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rolloutbus.broker import codec
 from rolloutbus.broker.channel import Command
 from rolloutbus.broker.client_transitions import BatchSpec, OutgoingGroup, Published
 from rolloutbus.broker.errors import BatchError, BrokerFullError, EncodeError, PayloadTooLargeError, RolloutBusError
 from rolloutbus.broker.keys import Keys
 from rolloutbus.broker.settings import BrokerSettings
-from rolloutbus.producer import Producer, PromptGroup, Publication
-from rolloutbus.producer.publishing import encode_group
+from rolloutbus.producer import CHECKSUM_LENGTH, Producer, PromptGroup, Publication, checksum, encode_group
 
 from tests.stacks import until
 
@@ -41,6 +44,7 @@ class Broker:
         self.opened: list[BatchSpec] = []
         self.writes: list[list[int]] = []
         self.queued = 0
+        self.checksums = ""
         self.memory = "maxmemory:0\r\nused_memory:5"
         self.refusals: list[dict[int, RolloutBusError | Published]] = []
         self.restored: dict[int, str] = {}
@@ -67,7 +71,8 @@ class Broker:
     async def restore(self, batch: str, group_size: int, ended: Mapping[int, str]) -> None:
         self.restored.update(ended)
 
-    async def seal(self, batch: str) -> str:
+    async def seal(self, batch: str, checksums: str = "") -> str:
+        self.checksums = checksums
         self.sealed.append((batch, len(self.writes), dict(self.restored)))
         return "ok"
 
@@ -206,7 +211,7 @@ async def test_what_the_broker_lost_is_published_again_or_told_of_before_the_bat
 async def test_a_batch_that_cannot_be_sealed_is_an_error() -> None:
     broker = Broker()
 
-    async def unfinished(batch: str) -> str:
+    async def unfinished(batch: str, checksums: str = "") -> str:
         return "unfinished"
 
     broker.seal = unfinished
@@ -224,15 +229,61 @@ async def test_a_row_the_codec_cannot_take_is_named_with_the_path(value: Any) ->
         await broker.producer().publish(publication(group(0), bad))
 
 
-def test_a_payload_above_the_limit_names_row_and_size() -> None:
+async def test_a_payload_above_the_limit_names_row_and_size() -> None:
+    producer = Broker().producer(max_payload_bytes=100)
     with pytest.raises(PayloadTooLargeError, match=r"begins at row 2 is \d+ bytes, above max_payload_bytes \(100\)"):
-        encode_group("b", group(1, text="x" * 1000), 100)
+        await producer.publish(publication(group(1, text="x" * 1000)))
+
+
+async def test_the_batch_keeps_a_checksum_of_each_groups_rows() -> None:
+    """In the order of the groups, whatever the order in which shards are written."""
+    broker = Broker()
+    groups = [group(at, shard="xy"[at % 2], text=str(at)) for at in range(10)]
+    await broker.producer().publish(publication(*groups))
+    assert broker.checksums == "".join(checksum(encode_group("b", one)) for one in groups)
+    assert len(broker.checksums) == 10 * CHECKSUM_LENGTH
+    assert len({broker.checksums[at : at + CHECKSUM_LENGTH] for at in range(0, 80, CHECKSUM_LENGTH)}) == 10
+
+
+async def test_a_batch_of_which_not_all_was_packed_here_keeps_the_checksums_that_it_had() -> None:
+    """A client that resumed it without rows has nothing to publish again; one with rows publishes what is missing."""
+    broker, groups = Broker(), [group(at, text=str(at)) for at in range(3)]
+    await broker.producer().republish(publication(*groups), groups[:1], {})
+    assert broker.checksums == ""
+    known = publication(*groups)
+    known.checksums.update({0: "0" * CHECKSUM_LENGTH, 1: "1" * CHECKSUM_LENGTH, 2: "2" * CHECKSUM_LENGTH})
+    await broker.producer().republish(known, [], {})
+    assert broker.checksums == "0" * CHECKSUM_LENGTH + "1" * CHECKSUM_LENGTH + "2" * CHECKSUM_LENGTH
+
+
+VALUES = st.recursive(
+    st.none() | st.integers(-9, 9) | st.text(max_size=40), lambda inner: st.dictionaries(st.text(max_size=3), inner)
+)
+
+
+@given(VALUES)
+def test_a_checksum_is_of_values_and_not_of_objects(value: Any) -> None:
+    """Rows that a trainer reads from a file again share nothing, where those that it published shared their prompt."""
+    large = {"value": value, "texts": ["x" * (1 << 17)], "numbers": list(range(40_000))}
+    params: list[Any] = [large, large, copy.deepcopy(large), json.loads(json.dumps(large))]
+    for rows in params[:2], params[1:3], params[2:]:
+        one = group(0)
+        for row, params_of_row in zip(one.rows, rows, strict=True):
+            row["responses_create_params"] = params_of_row
+        assert checksum(encode_group("b", one)) == checksum(encode_group("b", shared_group(large)))
+
+
+def shared_group(params: Any) -> PromptGroup:
+    one = group(0)
+    for row in one.rows:
+        row["responses_create_params"] = params
+    return one
 
 
 def test_a_group_goes_out_with_its_own_indices_whatever_was_stamped_meanwhile() -> None:
     one = group(3)
     for row in one.rows:
         row["_rowidx"] = 99
-    outgoing = encode_group("b", one, 1 << 20)
+    outgoing = encode_group("b", one)
     assert [row["_rowidx"] for row in decoded(outgoing)] == [6, 7]
     assert [row["_rowidx"] for row in one.rows] == [99, 99]

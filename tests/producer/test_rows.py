@@ -7,11 +7,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rolloutbus.broker.errors import RolloutBusError, RouteError, RowError, RowTypeError
 from rolloutbus.producer import (
+    begins_with_mixed_prompts,
     bucket_groups_by_shard,
     check_rows,
     own_rows,
@@ -168,3 +170,21 @@ def test_what_is_no_list_is_named(wrong: Any) -> None:
 def test_own_rows_name_the_first_that_is_no_dict() -> None:
     with pytest.raises(RowTypeError, match="row 1 is a str; each row must be a dict"):
         own_rows([row(), "text", 5])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "mixed"),
+    [
+        (["x", "x", "y", "y"], False),
+        (["x", "y", "x", "y"], True),
+        ([None, None], False),
+        ([[{"content": "x"}], [{"content": "x"}]], False),
+        ([[{"content": "x"}], [{"content": "y"}]], True),
+        ([np.arange(3), np.arange(3)], False),
+        ([[np.arange(3)], [np.arange(3)]], False),
+    ],
+)
+def test_a_batch_whose_first_group_has_several_prompts_is_seen(inputs: list[Any], mixed: bool) -> None:
+    rows = [{"responses_create_params": {} if it is None else {"input": it}} for it in inputs]
+    assert begins_with_mixed_prompts(rows, 2) is mixed
+    assert begins_with_mixed_prompts(rows, 1) is False

@@ -74,6 +74,19 @@ async def test_the_list_is_the_callers_own_again_while_its_batch_runs(stack: Sta
 
 
 @within(20)
+async def test_rows_that_were_not_repeated_are_run_and_told_once(
+    stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A prompt's rows passed once and `num_generations` of 2 made groups of two prompts, without a word."""
+    await stack.worker()
+    client = await stack.connected()
+    for _ in range(2):
+        async with client.run_groups(rows_of(4, size=1), 2) as batch:
+            assert len(await groups_of(batch)) == 2
+    assert caplog.text.count("the first 2 rows are one group, and their prompts differ") == 1
+
+
+@within(20)
 async def test_the_metrics_are_those_of_the_design(stack: Stack) -> None:
     stack.host({"s": {"replicas": 2}})
     for label in ("s/0", "s/1"):

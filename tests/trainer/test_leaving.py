@@ -49,10 +49,13 @@ async def test_a_failed_group_raises_otherwise_and_cleans_up(stack: Stack) -> No
     await stack.worker(environment, data_attempts=1)
     client = await stack.connected()
     batch = client.run_groups(rows_of(2), 2)
-    with pytest.raises(
-        GroupFailedError, match=r"group 1 \(rows 2 to 3\) failed for good on s, attempt 1: ValueError: unlucky"
-    ):
+    words = r"group 1 \(rows 2 to 3\) failed for good on s, attempt 1: ValueError: unlucky"
+    line = r" \(test_leaving.py, line \d+, in failing_group_one\)"
+    with pytest.raises(GroupFailedError, match=words + line) as told:
         await groups_of(batch)
+    (note,) = told.value.__notes__
+    assert note.startswith("In the environment of s:\nTraceback")
+    assert 'raise ValueError("unlucky")' in note
     assert stack.keys_of(batch.id) == []
 
 

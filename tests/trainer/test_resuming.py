@@ -296,6 +296,9 @@ async def test_rows_that_were_read_again_are_stamped_again(stack: Stack) -> None
     # Another dataset of the same size would be trained on with this one's results.
     with pytest.raises(UsageError, match=r"row 7 of batch \w+ was published for route .* goes to 'x'"):
         await client.resume(batch_id, [*rows[:7], {**rows[7], "agent_ref": {"name": "x"}}, *rows[8:]])
+    for other in ({**rows[7], "more": 1}, {**rows[7], "responses_create_params": {"input": "another"}}):
+        with pytest.raises(UsageError, match=rf"rows 6 to 7 of batch {batch_id} are not what was published"):
+            await client.resume(batch_id, [*rows[:7], other, *rows[8:]])
     async with await client.resume(batch_id, rows) as batch:
         groups = await groups_of(batch)
     given = {
@@ -331,6 +334,7 @@ async def test_another_clients_batch_is_told_as_such_and_left_alone(stack: Stack
         ("layout", '[["s", "a", 9]]'),
         ("layout", '[["s", "a", -1], ["s", "a", 11]]'),
         ("layout", "{"),
+        ("checksums", "01234567"),
     ],
 )
 @within(30)
