@@ -6,14 +6,16 @@ lost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .dead_letters import DeadLetter, read_dead_letters
 from .errors import UnknownBatchError
-from .group_record import GroupRecord, parse_group_record
-from .inspection import decoded
+from .group_record import ENDED, GroupRecord, parse_group_record
+from .inspection import decoded, scan
 from .keys import GROUP_NAME, Keys
+from .shard_records import parse_record, shard_of_label
 from .steps import Runner, ask
 
 _PAGE = 2000
@@ -21,7 +23,7 @@ _PAGE = 2000
 
 @dataclass(frozen=True, slots=True)
 class GroupEvent:
-    """One thing that happened: published, taken, accepted, finished, lost, refused, retry, released, found, dead."""
+    """One thing that happened, of a kind that a transition notes; docs/looking.md has them all."""
 
     at_ms: int
     kind: str
@@ -34,6 +36,10 @@ class GroupEvent:
 class GroupLife:
     """`record` is None once the batch is over, and where it is none of ours: then it is `unreadable`. `trimmed` when
     events from its beginning are gone, `events_since_ms` where they begin.
+
+    Of a group that was taken and has not ended: `shard`, its `commit` and `group_timeout_s` where the shard has a
+    record, and `deadline_ms`; of one that runs, `attempt_since_ms` where that event is still there. `rows` of the
+    group, 0 where that is not known.
     """
 
     batch: str
@@ -46,13 +52,21 @@ class GroupLife:
     trimmed: bool
     events_since_ms: int
     unreadable: bool = False
+    batch_reason: str = ""
+    rows: int = 0
+    shard: str = ""
+    commit: str | None = None
+    group_timeout_s: float | None = None
+    deadline_ms: int | None = None
+    attempt_since_ms: int | None = None
 
 
 async def read_group_life(runner: Runner, keys: Keys, batch: str, group: int) -> GroupLife:
     """Everything known of the group; raises `UnknownBatchError` when that is nothing."""
-    time, fields = await ask(runner, [("TIME",), ("HMGET", keys.batch(batch), "state", f"g:{group}", "shards")])
-    state, shards = (word.decode(errors="replace") if word else "" for word in (fields[0], fields[2]))
-    raw: bytes = fields[1] or b""
+    names = (f"g:{group}", "state", "shards", "reason", "group_size")
+    time, fields = await ask(runner, [("TIME",), ("HMGET", keys.batch(batch), *names)])
+    raw: bytes = fields[0] or b""
+    state, shards, reason, size = (word.decode(errors="replace") if word else "" for word in fields[1:])
     events, since = await _read_events(runner, keys, batch, group)
     letters = [
         letter for letter in await read_dead_letters(runner, keys) if (letter.batch, letter.group) == (batch, group)
@@ -63,7 +77,7 @@ async def read_group_life(runner: Runner, keys: Keys, batch: str, group: int) ->
             f"nothing is known of group {group} of batch {batch!r} in run {keys.run!r}: no event, no record, no dead "
             "letter; `rolloutbus status` lists open batches, and events of old ones are trimmed"
         )
-    return GroupLife(
+    life = GroupLife(
         batch=batch,
         group=group,
         now_ms=int(time[0]) * 1000 + int(time[1]) // 1000,
@@ -74,23 +88,69 @@ async def read_group_life(runner: Runner, keys: Keys, batch: str, group: int) ->
         trimmed=not any(event.kind == "published" for event in events),
         events_since_ms=since,
         unreadable=bool(raw) and record is None,
+        batch_reason=reason,
+        rows=int(size) if size.isdecimal() else 0,
+        attempt_since_ms=_attempt_since(events, record),
     )
+    return await _with_deadline(runner, keys, life)
+
+
+def _attempt_since(events: Sequence[GroupEvent], record: GroupRecord | None) -> int | None:
+    if record is None or record.status != "running":
+        return None
+    taken = (event.at_ms for event in events if (event.kind, event.attempt) == ("taken", record.attempt))
+    return next(taken, None)
+
+
+async def _with_deadline(runner: Runner, keys: Keys, life: GroupLife) -> GroupLife:
+    record = life.record
+    if record is None or record.status in ENDED or not record.first_take_ms:
+        return life
+    shard = shard_of_label(record.instance)
+    of_shard = parse_record((await ask(runner, [("HGET", keys.shards, shard)]))[0])
+    if of_shard is None:
+        return replace(life, shard=shard)
+    deadline_ms = record.first_take_ms + int(of_shard.group_timeout_s * 1000)
+    return replace(
+        life, shard=shard, commit=of_shard.commit, group_timeout_s=of_shard.group_timeout_s, deadline_ms=deadline_ms
+    )
+
+
+async def known_batches(runner: Runner, keys: Keys) -> set[str]:
+    """Ids of all batches of which the broker knows anything: a record, an event, a dead letter."""
+    known = await batches_there(runner, keys)
+    known |= {letter.batch for letter in await read_dead_letters(runner, keys)}
+    async for _, fields in _all_events(runner, keys):
+        known.add(fields.get("batch", "-"))
+    # What happened to an instance, or came from a stranger, stands there without a batch.
+    return known - {"-"}
+
+
+async def batches_there(runner: Runner, keys: Keys) -> set[str]:
+    """Ids of the batches that have a record on the broker."""
+    return {name.removeprefix(keys.batch("")) for name in await scan(runner, keys.batch("*"))}
 
 
 async def _read_events(runner: Runner, keys: Keys, batch: str, group: int) -> tuple[list[GroupEvent], int]:
     """The group's events, oldest first, and the time of the oldest event of any group."""
     events: list[GroupEvent] = []
-    start, since = "-", 0
+    since = 0
+    async for at_ms, fields in _all_events(runner, keys):
+        since = since or at_ms
+        if fields.get("batch") == batch and fields.get("group") == str(group):
+            events.append(_event(at_ms, fields))
+    return events, since
+
+
+async def _all_events(runner: Runner, keys: Keys) -> AsyncIterator[tuple[int, dict[str, str]]]:
+    """When, and the fields, of every event that is kept, oldest first."""
+    start = "-"
     while True:
-        page = (await ask(runner, [("XRANGE", keys.events, start, "+", "COUNT", _PAGE)]))[0]
+        page: list[Any] = (await ask(runner, [("XRANGE", keys.events, start, "+", "COUNT", _PAGE)]))[0]
         for entry, flat in page:
-            at_ms = int(entry.partition(b"-")[0])
-            since = since or at_ms
-            fields = decoded(flat)
-            if fields.get("batch") == batch and fields.get("group") == str(group):
-                events.append(_event(at_ms, fields))
+            yield int(entry.partition(b"-")[0]), decoded(flat)
         if len(page) < _PAGE:
-            return events, since
+            return
         start = f"({page[-1][0].decode()}"
 
 

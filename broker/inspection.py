@@ -12,14 +12,15 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .channel import Command, ReplyError
 from .dead_letters import DeadLetter, read_dead_letters
 from .handshake import translate
 from .keys import ANY_ROUTE, GROUP_NAME, NAME_PATTERN, Keys
-from .shard_records import ShardRecord, parse_record
+from .running_groups import Hosting, RunningGroup, longest_running
+from .shard_records import ShardRecord, parse_record, shard_of_label
 from .steps import Runner, ask
 
 _RUN_OF_KEY = re.compile(r"rolloutbus:\{([^{}]+)\}:")
@@ -54,8 +55,8 @@ class ShardState:
     """Groups of one shard by what they wait for; `unfinished` is their sum, the length of its stream.
 
     `running` were delivered to an instance, `delayed` wait for a retry, `parked` for their batch to have room.
-    `oldest_age_s` is how long ago the oldest of them was published. `dead_letters` are those still in the capped
-    stream.
+    `oldest_age_s` is how long ago the oldest of them was published, `longest` which one has run for longest.
+    `dead_letters` are those still in the capped stream. `commit` and `group_timeout_s` are None without a record.
     """
 
     shard: str
@@ -71,12 +72,15 @@ class ShardState:
     dead_letters: int
     routes: tuple[str, ...]
     lost: str = ""
+    commit: str | None = None
+    group_timeout_s: float | None = None
+    longest: RunningGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """One open batch. `statuses` counts its groups by record; `client_seen_s` is how long ago its client renewed its
-    lease, None if never.
+    """One batch that is on the broker. `statuses` counts its groups by record, which a cancelled batch keeps as they
+    were; `client_seen_s` is how long ago its client renewed its lease, None if never.
     """
 
     batch: str
@@ -94,6 +98,11 @@ class BatchState:
     age_s: float
     client_seen_s: float | None
 
+    @property
+    def is_closed(self) -> bool:
+        """An operator cancelled it, and its client has not put it away yet."""
+        return self.state == "closed"
+
 
 @dataclass(frozen=True, slots=True)
 class RunState:
@@ -106,6 +115,15 @@ class RunState:
     dead_letters: int
     events: int
     unreadable: tuple[str, ...] = ()
+
+    @property
+    def open_batches(self) -> list[BatchState]:
+        """Those that go on: open, or sealed."""
+        return [batch for batch in self.batches if not batch.is_closed]
+
+    @property
+    def closed_batches(self) -> list[BatchState]:
+        return [batch for batch in self.batches if batch.is_closed]
 
     def batch(self, batch: str) -> BatchState | None:
         return next((state for state in self.batches if state.batch == batch), None)
@@ -139,8 +157,11 @@ async def inspect_run(runner: Runner, run: str) -> RunState:
     instances = await _instances(look, _named(names, "instance"))
     letters = await read_dead_letters(runner, keys) if dead else []
     shards = await _shards(look, names, routes, records, instances, letters, now_s)
-    batches = await _batches(look, _named(names, "batch"), now_s)
-    return RunState(run, bool(fleet), shards, batches, dead, events, tuple(look.unreadable))
+    found = await _batch_hashes(look, _named(names, "batch"))
+    batches = await _batches(look, found, now_s)
+    return RunState(
+        run, bool(fleet), _with_longest(shards, found, now_s), batches, dead, events, tuple(look.unreadable)
+    )
 
 
 class _Look:
@@ -209,7 +230,7 @@ async def _instances(look: _Look, labels: Sequence[str]) -> list[InstanceState]:
     for label, key, fields in zip(labels, keys, await look.hashes(keys), strict=True):
         # It may have signed off since the scan.
         if fields:
-            shard = fields.get("shard") or label.partition("/")[0]
+            shard = fields.get("shard") or shard_of_label(label)
             numbers = (look.number(key, fields, name) for name in ("pid", "running", "slots"))
             states.append(InstanceState(label, shard, fields.get("host", ""), *numbers))
     return states
@@ -268,16 +289,32 @@ def _shard(
         dead_letters=dead,
         routes=tuple(sorted(route for route, host in routes.items() if host == shard)),
         lost=record.lost if record else "",
+        commit=record.commit if record else None,
+        group_timeout_s=record.group_timeout_s if record else None,
     )
 
 
-async def _batches(look: _Look, batches: Sequence[str], now_s: float) -> tuple[BatchState, ...]:
-    found = await look.hashes([look.keys.batch(batch) for batch in batches])
-    clients = sorted({fields["client"] for fields in found if "client" in fields})
+def _with_longest(
+    shards: Sequence[ShardState], batches: Mapping[str, Mapping[str, str]], now_s: float
+) -> tuple[ShardState, ...]:
+    hosting = Hosting(
+        {instance.label: shard.shard for shard in shards for instance in shard.instances},
+        {shard.shard: shard.group_timeout_s for shard in shards},
+    )
+    longest = longest_running(batches, hosting, now_s)
+    return tuple(replace(shard, longest=longest.get(shard.shard)) for shard in shards)
+
+
+async def _batch_hashes(look: _Look, batches: Sequence[str]) -> dict[str, dict[str, str]]:
+    return dict(zip(batches, await look.hashes([look.keys.batch(batch) for batch in batches]), strict=True))
+
+
+async def _batches(look: _Look, found: Mapping[str, Mapping[str, str]], now_s: float) -> tuple[BatchState, ...]:
+    clients = sorted({fields["client"] for fields in found.values() if "client" in fields})
     owners = await look.ask([("GET", look.keys.owner(client)) for client in clients])
     seen = {client: _seen_s(value, now_s) for client, value in zip(clients, owners, strict=True)}
     states: list[BatchState] = []
-    for batch, fields in zip(batches, found, strict=True):
+    for batch, fields in found.items():
         if "client" in fields:
             states.append(_batch(look, batch, fields, seen, now_s))
         elif fields:

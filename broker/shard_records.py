@@ -37,6 +37,11 @@ def instance_labels(shard: str, replicas: int) -> list[str]:
     return [shard] if replicas == 1 else [f"{shard}/{replica}" for replica in range(replicas)]
 
 
+def shard_of_label(label: str) -> str:
+    """The shard of an instance by its label."""
+    return label.partition("/")[0]
+
+
 def parse_record(raw: bytes | None) -> ShardRecord | None:
     """The record, or None where there is none or it is not one of ours."""
     if not raw:

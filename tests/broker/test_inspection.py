@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
-from rolloutbus.broker.channel import Link
+from rolloutbus.broker.channel import Command, Link
 from rolloutbus.broker.dead_letters import drop_dead_letters, find_dead_letter, read_dead_letters, read_rows
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import DecodeError, UnknownBatchError
-from rolloutbus.broker.group_life import read_group_life
+from rolloutbus.broker.group_life import batches_there, known_batches, read_group_life
 from rolloutbus.broker.inspection import find_runs, inspect_run
 from rolloutbus.broker.keys import Keys
 from rolloutbus.broker.settings import BrokerSettings
@@ -219,3 +220,105 @@ async def test_looking_changes_nothing(link: Link) -> None:
     await read_group_life(link, KEYS, "b", 0)
     assert state.batch("b") is not None
     assert await link.run([("DUMP", KEYS.groups("math")), ("DUMP", KEYS.batch("b"))]) == before
+
+
+def running(first_take_ms: int, accepted: int = 0) -> str:
+    return f"running 1 token math/0 1-0 0 0 {accepted} 9 {first_take_ms}"
+
+
+async def now_ms(link: Link) -> int:
+    now = (await link.run([("TIME",)]))[0]
+    return int(now[0]) * 1000 + int(now[1]) // 1000
+
+
+async def test_a_shard_tells_which_of_its_groups_has_run_for_longest(link: Link) -> None:
+    now = await now_ms(link)
+    await add_group(link, "math")
+    records = ("g:0", running(now - 60_000), "g:1", running(now - 600_000, accepted=3))
+    await link.run(
+        [
+            ("HSET", KEYS.shards, "math", json.dumps({"replicas": 1, "commit": "group", "group_timeout_s": 3600})),
+            ("HSET", KEYS.instance("math/0"), "shard", "math", "pid", "1", "running", "2", "slots", "4"),
+            ("HSET", KEYS.batch("b"), "state", "sealed", "client", "c", "group_size", "8", *records),
+        ]
+    )
+    (shard,) = (await inspect_run(link, RUN)).shards
+    group = shard.longest
+    assert group is not None
+    assert (group.batch, group.group, group.instance, group.instance_alive) == ("b", 1, "math/0", True)
+    assert (group.accepted_rows, group.rows) == (3, 8)
+    assert 600 <= group.running_s < 660
+    assert group.deadline_s == pytest.approx(3600 - group.running_s)
+    assert (shard.commit, shard.group_timeout_s) == ("group", 3600)
+
+
+async def test_a_cancelled_batch_is_not_among_those_that_go_on(link: Link) -> None:
+    """It was counted as open, and what had run was shown as running."""
+    now = await now_ms(link)
+    await add_group(link, "math")
+    for batch, state in (("a", "open"), ("b", "sealed"), ("c", "closed")):
+        await link.run([("HSET", KEYS.batch(batch), "state", state, "client", "c")])
+    await link.run([("HSET", KEYS.batch("c"), "g:0", running(now - 1000))])
+    state = await inspect_run(link, RUN)
+    assert sorted(batch.batch for batch in state.open_batches) == ["a", "b"]
+    assert [batch.batch for batch in state.closed_batches] == ["c"]
+    assert [shard.longest for shard in state.shards] == [None]
+
+
+class Counting:
+    """Passes on, and counts what goes to the broker."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.writes = self.commands = 0
+
+    async def run(self, commands: Sequence[Command]) -> list[Any]:
+        self.writes += 1
+        self.commands += len(commands)
+        return await self._link.run(commands)
+
+
+async def test_a_look_asks_as_often_for_many_groups_as_for_one(link: Link) -> None:
+    async def asked() -> tuple[int, int]:
+        counting = Counting(link)
+        await inspect_run(counting, RUN)
+        return counting.writes, counting.commands
+
+    now = await now_ms(link)
+    await add_group(link, "math")
+    await link.run([("HSET", KEYS.batch("b"), "state", "open", "client", "c", "g:0", running(now))])
+    for_one = await asked()
+    await link.run([("HSET", KEYS.batch("b"), f"g:{group}", running(now)) for group in range(300)])
+    assert await asked() == for_one
+
+
+async def test_the_life_of_a_running_group_has_its_deadline_and_the_start_of_its_attempt(link: Link) -> None:
+    now = await now_ms(link)
+    taken = ("kind", "taken", "batch", "b", "group", 0, "instance", "math/0", "detail", "")
+    record = running(now - 90_000, accepted=3).replace("running 1", "running 2")
+    replies = await link.run(
+        [
+            ("HSET", KEYS.shards, "math", json.dumps({"group_timeout_s": 120})),
+            ("HSET", KEYS.batch("b"), "state", "closed", "reason", "why not", "group_size", "8", "g:0", record),
+            *(("XADD", KEYS.events, f"{at}-0", *taken, "attempt", attempt) for at, attempt in ((1000, 1), (2000, 2))),
+        ]
+    )
+    assert replies[2:] == [b"1000-0", b"2000-0"]
+    life = await read_group_life(link, KEYS, "b", 0)
+    assert (life.shard, life.commit, life.group_timeout_s, life.rows) == ("math", "row", 120, 8)
+    assert life.deadline_ms == now + 30_000
+    assert life.attempt_since_ms == 2000
+    assert (life.batch_state, life.batch_reason) == ("closed", "why not")
+
+
+async def test_batches_are_known_by_record_event_and_dead_letter(link: Link) -> None:
+    await link.run(
+        [
+            ("HSET", KEYS.batch("there"), "client", "c"),
+            ("XADD", KEYS.events, "*", "kind", "taken", "batch", "over", "group", "0"),
+            ("XADD", KEYS.events, "*", "kind", "instance-died", "batch", "-", "group", "-"),
+            ("XADD", KEYS.dead, "*", "reason", "r", "batch", "dead", "group", "0", "payload", "x"),
+        ]
+    )
+    assert await batches_there(link, KEYS) == {"there"}
+    assert await known_batches(link, KEYS) == {"there", "over", "dead"}

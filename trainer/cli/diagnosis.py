@@ -271,10 +271,12 @@ def check_groups(missing: Sequence[str]) -> Iterator[Finding]:
 
 def check_run(state: RunState, settings: BrokerSettings) -> Iterator[Finding]:
     """Runs that nobody looks after, shards without instances, batches without a client, dead letters."""
-    check, batches = f"run {state.run}", counted(len(state.batches), "open batch", "open batches")
+    check, batches = f"run {state.run}", batches_of(state)
     alive = sum(len(shard.instances) for shard in state.shards)
     gone = [
-        batch.batch for batch in state.batches if batch.client_seen_s is None or batch.client_seen_s > settings.lease_s
+        batch.batch
+        for batch in state.open_batches
+        if batch.client_seen_s is None or batch.client_seen_s > settings.lease_s
     ]
     unhosted = [shard.shard for shard in state.shards if shard.unfinished and not shard.instances]
     if not state.fleet and not alive and (state.batches or state.shards):
@@ -309,6 +311,12 @@ def check_run(state: RunState, settings: BrokerSettings) -> Iterator[Finding]:
     if state.dead_letters:
         remedy = f"`rolloutbus dead list --run {state.run}`, then `dead replay` or `dead drop`"
         yield Finding(check, "warning", counted(state.dead_letters, "dead letter"), remedy)
+
+
+def batches_of(state: RunState) -> str:
+    """How many batches go on, and how many were cancelled and are still there."""
+    closed = f", {len(state.closed_batches)} closed" if state.closed_batches else ""
+    return counted(len(state.open_batches), "open batch", "open batches") + closed
 
 
 def _some(names: Sequence[str]) -> str:

@@ -21,8 +21,10 @@ _TIMES = ("queue_wait", "environment", "publish", "postprocess_results")
 _REASONS_SHOWN = 3
 # The same failure of other rows names other rows.
 _NUMBER = re.compile(r"\d+")
+ROUTE_COLUMNS = ("route", "rows", "mean reward", "failed rows")
+INSTANCE_COLUMNS = ("instance", "groups", "queue wait", "environment", "publish", "postprocess")
 # One, and several.
-_COUNTED = {
+COUNTED = {
     "retries": ("retry", "retries"),
     "redeliveries": ("taken over", "taken over"),
     "stale_writes": ("refused write", "refused writes"),
@@ -131,15 +133,13 @@ class Summary:
 
 def show(summary: Summary, *, console: Console = out) -> None:
     """Both tables and what there is to say below them."""
-    columns = ("route", "rows", "mean reward", "failed rows")
-    table = new_table("", columns, columns[1:])
+    table = new_table("", ROUTE_COLUMNS, ROUTE_COLUMNS[1:])
     for route, tally in sorted(summary.routes.items()):
         mean = tally.mean_reward
         cells = (route, tally.rows, "-" if mean is None else f"{mean:.3f}", tally.failures)
         add_row(table, *cells, style="red" if tally.failures else "")
     show_table(table, console)
-    columns = ("instance", "groups", "queue wait", "environment", "publish", "postprocess")
-    table = new_table("", columns, columns[1:])
+    table = new_table("", INSTANCE_COLUMNS, INSTANCE_COLUMNS[1:])
     for label, numbers in summary.instances.items():
         times = (seconds(numbers[name] if numbers["groups"] else None) for name in _TIMES)
         add_row(table, label, int(numbers["groups"]), *times)
@@ -169,7 +169,7 @@ def verdict(summary: Summary) -> str:
     counts = f"{groups} = {summary.completed} completed + {summary.failed} failed + {cancelled} cancelled"
     events = [
         counted(int(number), *words)
-        for name, words in _COUNTED.items()
+        for name, words in COUNTED.items()
         if (number := summary.metrics.get(f"{DEFAULT_PREFIX}/{name}", 0.0))
     ]
     return f"{counts}; {counted(rows, 'row')} in {seconds(summary.took_s)}{rate}" + (

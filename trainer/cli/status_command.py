@@ -14,16 +14,22 @@ from ...broker.channel import Link
 from ...broker.client_transitions import cancel_batch
 from ...broker.errors import BrokerTimeoutError, BrokerUnavailableError, ConfigError, UnknownBatchError
 from ...broker.group_record import WAITING
-from ...broker.inspection import RunState, ShardState, find_runs, inspect_run
+from ...broker.inspection import BatchState, RunState, ShardState, find_runs, inspect_run
 from ...broker.keys import Keys
+from ...broker.running_groups import RunningGroup
 from ...broker.steps import ask
 from ...broker.wording import counted
 from .console import add_row, clock, new_table, out, print_json, say, seconds, show_table
-from .targets import AsJson, BrokerUrl, RunName, on_broker, on_run, the_run
+from .diagnosis import batches_of
+from .targets import AsJson, BrokerUrl, RunName, batch_to_cancel, on_broker, on_run, the_run
 
-_SHARD_COLUMNS = ("shard", "queued", "running", "delayed", "parked", "oldest", "alive", "slots", "dead")
-_BATCH_COLUMNS = ("batch", "client", "state", "groups", "done", "failed", "run", "wait", "age", "seen")
-_INSTANCE_COLUMNS = ("instance", "host", "pid", "running", "slots")
+SHARD_COLUMNS = ("shard", "queued", "running", "delayed", "parked", "oldest", "alive", "slots", "dead")
+LONGEST_COLUMNS = ("batch", "group", "instance", "attempt", "rows in", "since UTC", "running", "left")
+BATCH_COLUMNS = ("batch", "client", "state", "groups", "done", "failed", "run", "wait", "age", "seen")
+INSTANCE_COLUMNS = ("instance", "host", "pid", "running", "slots")
+LONGEST_TITLE = "longest-running group of each shard"
+# A group that has used so much of its time up is shown in red.
+_LATE = 0.5
 # Nobody looks that seldom, and the clock takes no number without end.
 _LONGEST_WATCH_S = 86_400.0
 
@@ -40,10 +46,11 @@ Watch = Annotated[
 
 
 def status(broker_url: BrokerUrl = None, run: RunName = None, as_json: AsJson = False, watch: Watch = None) -> None:
-    """Show shards, instances and open batches of a run, or of all runs.
+    """Show shards, instances and batches of a run, or of all runs.
 
     Groups of a shard are queued (nobody has them), running, delayed (waiting for a retry) or parked (their batch has no
-    room for results); `oldest` is the age of the oldest of them. Of a batch, `seen` is how long ago its client was.
+    room for results); `oldest` is the age of the oldest of them. Of each shard, the group that has run for longest:
+    give its batch and number to `explain`. Of a batch, `seen` is how long ago its client was.
 
     Example: rolloutbus status --run exp1 --watch 2
     """
@@ -84,19 +91,22 @@ def show_all(states: Sequence[RunState], *, as_json: bool) -> None:
 def show(state: RunState) -> None:
     """The run's tables on standard output."""
     fleet = "up" if state.fleet else "none"
-    batches = counted(len(state.batches), "open batch", "open batches")
     letters = counted(state.dead_letters, "dead letter")
-    out.print(f"run {state.run}: fleet {fleet}, {batches}, {letters}", style="bold")
+    out.print(f"run {state.run}: fleet {fleet}, {batches_of(state)}, {letters}", style="bold")
     if state.shards:
         show_table(_shard_table(state))
+    if any(shard.longest for shard in state.shards):
+        show_table(_longest_table(state))
     instances = [instance for shard in state.shards for instance in shard.instances]
     if instances:
-        table = new_table("", _INSTANCE_COLUMNS, ("pid", "running", "slots"))
+        table = new_table("", INSTANCE_COLUMNS, ("pid", "running", "slots"))
         for instance in instances:
             add_row(table, instance.label, instance.host, instance.pid, instance.running, instance.slots)
         show_table(table)
     if state.batches:
         show_table(_batch_table(state))
+    for batch in state.closed_batches:
+        out.print(_told_closed(batch), style="yellow")
     for shard in state.shards:
         if shard.lost:
             out.print(f"shard {shard.shard} is lost: {shard.lost}", style="red")
@@ -105,7 +115,7 @@ def show(state: RunState) -> None:
 
 
 def _shard_table(state: RunState) -> Table:
-    table = new_table("", _SHARD_COLUMNS, _SHARD_COLUMNS[1:], whole=_SHARD_COLUMNS[1:])
+    table = new_table("", SHARD_COLUMNS, SHARD_COLUMNS[1:], whole=SHARD_COLUMNS[1:])
     for shard in state.shards:
         add_row(
             table, shard.shard, shard.queued, shard.running, shard.delayed, shard.parked, seconds(shard.oldest_age_s),
@@ -120,19 +130,54 @@ def _slots(shard: ShardState) -> str:
     return f"{sum(i.running for i in shard.instances)}/{sum(i.slots for i in shard.instances)}"
 
 
+def _longest_table(state: RunState) -> Table:
+    table = new_table(LONGEST_TITLE, LONGEST_COLUMNS, ("group", *LONGEST_COLUMNS[3:]), whole=LONGEST_COLUMNS[3:])
+    for shard in state.shards:
+        if group := shard.longest:
+            gone = "" if group.instance_alive else " (gone)"
+            # With `commit: group` none is in before all are.
+            rows_in = "-" if shard.commit == "group" else f"{group.accepted_rows}/{group.rows}"
+            add_row(
+                table, group.batch, group.group, group.instance + gone, group.attempt, rows_in,
+                clock(group.first_take_ms, date=True)[11:], seconds(group.running_s), _left(group),
+                style="red" if gone or _is_late(shard, group) else "",
+            )  # fmt: skip
+    return table
+
+
+def _left(group: RunningGroup) -> str:
+    """Of the time that its shard gives a group."""
+    return "over" if group.deadline_s is not None and group.deadline_s <= 0 else seconds(group.deadline_s)
+
+
+def _is_late(shard: ShardState, group: RunningGroup) -> bool:
+    return shard.group_timeout_s is not None and group.running_s > _LATE * shard.group_timeout_s
+
+
+def _told_closed(batch: BatchState) -> str:
+    groups = counted(batch.cancelled, "group")
+    why = batch.reason or "no reason given"
+    return f"batch {batch.batch}: cancelled ({why}), {groups}; its client has not closed it yet"
+
+
 def _batch_table(state: RunState) -> Table:
-    table = new_table("", _BATCH_COLUMNS, _BATCH_COLUMNS[3:], whole=("batch", "state", "age", "seen"))
+    table = new_table("", BATCH_COLUMNS, BATCH_COLUMNS[3:], whole=("batch", "state", "age", "seen"))
     for batch in state.batches:
-        waiting = sum(batch.statuses.get(status, 0) for status in WAITING)
+        # What ran or waited when it was cancelled does so no more, and its records stay as they were.
+        running = None if batch.is_closed else batch.statuses.get("running", 0)
+        waiting = None if batch.is_closed else sum(batch.statuses.get(status, 0) for status in WAITING)
         add_row(
             table, batch.batch, batch.client, batch.state, batch.groups, batch.completed, batch.failed,
-            batch.statuses.get("running", 0), waiting, seconds(batch.age_s), seconds(batch.client_seen_s),
+            running, waiting, seconds(batch.age_s), seconds(batch.client_seen_s),
+            style="yellow" if batch.is_closed else "",
         )  # fmt: skip
     return table
 
 
 def cancel(
-    batch: Annotated[str, typer.Argument(metavar="BATCH", help="The batch's id, as `status` shows it.")],
+    batch: Annotated[
+        str, typer.Argument(metavar="BATCH", help="The batch's id, or at least 8 characters of its beginning.")
+    ],
     reason: Annotated[
         str, typer.Option("--reason", metavar="TEXT", help="Told to the batch's client.")
     ] = "rolloutbus cancel",
@@ -146,17 +191,27 @@ def cancel(
     Example: rolloutbus cancel 4f1c0a9be210 --reason "wrong checkpoint"
     """
 
-    stopped = on_run(broker_url, run, lambda link, keys: end_batch(link, keys, batch, reason))
+    async def end(link: Link, keys: Keys) -> tuple[str, int | None]:
+        whole = await batch_to_cancel(link, keys, batch)
+        return whole, await end_batch(link, keys, whole, reason)
+
+    whole, stopped = on_run(broker_url, run, end)
     if as_json:
-        print_json({"batch": batch, "cancelled_groups": stopped})
+        print_json({"batch": whole, "cancelled_groups": stopped or 0, "was_cancelled_before": stopped is None})
+    elif stopped is None:
+        out.print(f"batch {whole}: was cancelled before, and waits for its client to close it")
     else:
-        out.print(f"batch {batch}: {counted(stopped, 'group')} cancelled")
+        out.print(f"batch {whole}: {counted(stopped, 'group')} cancelled")
 
 
-async def end_batch(link: Link, keys: Keys, batch: str, reason: str) -> int:
-    """Cancel whoever's batch; how many groups that stopped. Raises `UnknownBatchError`."""
-    client, shards = (await ask(link, [("HMGET", keys.batch(batch), "client", "shards")]))[0]
+async def end_batch(link: Link, keys: Keys, batch: str, reason: str) -> int | None:
+    """Cancel whoever's batch; how many groups that stopped, None where somebody had cancelled it. Raises
+    `UnknownBatchError`.
+    """
+    client, shards, state = (await ask(link, [("HMGET", keys.batch(batch), "client", "shards", "state")]))[0]
     if client is None:
         raise UnknownBatchError(f"run {keys.run!r} has no open batch {batch!r}; see `rolloutbus status`")
+    if state == b"closed":
+        return None
     # A record that somebody tampered with may lack any field.
     return await cancel_batch(link, keys, batch, client.decode(), (shards or b"").decode().split(), reason)

@@ -1,13 +1,13 @@
-"""Which broker and which run a command means, and the options that say so.
+"""Which broker, which run and which batch a command means, and the options that say so.
 
 Broker: `--broker-url`, else REDIS_URL, else the config's `rolloutbus.broker.url`, else what redis-cli would take. Run:
-`--run`, else the only one there is.
+`--run`, else the only one there is. Batch: its id, or the beginning of it that no other one has.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Annotated, TypeVar
 
@@ -15,6 +15,7 @@ import typer
 
 from ...broker.channel import Link
 from ...broker.errors import BrokerUnavailableError, ConfigError
+from ...broker.group_life import batches_there, known_batches
 from ...broker.inspection import find_runs
 from ...broker.keys import Keys
 from ...broker.settings import BrokerSettings, broker_url
@@ -22,6 +23,9 @@ from ...broker.settings import BrokerSettings, broker_url
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
 # Somebody sits in front of the screen.
 _PATIENCE_S = 5.0
+# Of a batch's id, where a command ends the batch: fewer are soon those of another one.
+_ENOUGH_TO_END_IT = 8
+_SHOWN = 10
 
 Result = TypeVar("Result")
 
@@ -105,3 +109,34 @@ async def the_run(link: Link, run: str | None) -> Keys:
             else "there is no run on this broker; start one with `rolloutbus up`"
         )
     raise ConfigError(f"there is no run {run!r} on this broker{there}")
+
+
+async def batch_to_explain(link: Link, keys: Keys, beginning: str) -> str:
+    """The id that begins so of all batches that are known, those that are over too; see `the_only`."""
+    there = await batches_there(link, keys)
+    # Events are many, and need not be read for one that is named whole.
+    return beginning if beginning in there else the_only(beginning, await known_batches(link, keys))
+
+
+async def batch_to_cancel(link: Link, keys: Keys, beginning: str) -> str:
+    """The id that begins so of the batches that are on the broker; see `the_only`."""
+    return the_only(beginning, await batches_there(link, keys), _ENOUGH_TO_END_IT)
+
+
+def the_only(beginning: str, known: Collection[str], least: int = 0) -> str:
+    """The batch of that id, or the only one whose id begins so: with `least` characters at least, or whole.
+
+    What nobody knows comes back as it is, for whoever looks for it to say so. Raises `ConfigError` with the candidates.
+    """
+    found = sorted(batch for batch in known if batch.startswith(beginning))
+    if beginning in known or not found:
+        return beginning
+    there = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+    if len(beginning) < least:
+        raise ConfigError(
+            f"{beginning!r} is too little of a batch's id to end the batch: give {least} characters at least, or the "
+            f"whole id; so begin: {there}"
+        )
+    if len(found) > 1:
+        raise ConfigError(f"{beginning!r} may be any of {len(found)} batches; give more of the id: {there}")
+    return found[0]

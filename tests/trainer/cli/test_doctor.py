@@ -7,7 +7,7 @@ import socket
 
 import pytest
 from rolloutbus.broker.embedded import EmbeddedBroker
-from rolloutbus.broker.inspection import RunState
+from rolloutbus.broker.inspection import BatchState, RunState
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.trainer.cli import targets
 from rolloutbus.trainer.cli.diagnosis import (
@@ -112,6 +112,12 @@ def test_a_run_that_is_over_is_not_stale() -> None:
     over = RunState(RUN, False, (), (), 0, 12)
     assert levels(*check_run(over, SETTINGS)) == {f"run {RUN}": "ok"}
     assert levels(*check_run(dataclasses.replace(over, dead_letters=2), SETTINGS)) == {f"run {RUN}": "warning"}
+
+
+def test_a_cancelled_batch_is_not_counted_as_open_and_needs_no_client() -> None:
+    closed = BatchState("b", "c", "closed", "why", 1, 1, 1, 0, 0, 1, {"running": 1}, 0, 1.0, None)
+    (finding,) = check_run(RunState(RUN, True, (), (closed,), 0, 1), SETTINGS)
+    assert (finding.level, finding.what) == ("ok", "0 instances, 0 open batches, 1 closed")
 
 
 def test_doctor_is_content_with_a_run_at_work(stage: Stage) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -132,6 +134,78 @@ def test_cancel_ends_the_batch_and_tells_its_client(stage: Stage) -> None:
         take(batch, 1)
     asyncio.run(batch.cancel())
     comes_true(lambda: stage.redis.xlen(stage.keys.groups(SHARD)) == 0)
+
+
+def hung(stage: Stage, *, since_s: float, instance: str = SHARD, **of_shard: Any) -> None:
+    """A group of eight rows, three of them in, that was first taken so long ago."""
+    taken_ms = int((time.time() - since_s) * 1000)
+    record = f"running 2 token {instance} 1-0 1 0 3 9 {taken_ms}"
+    stage.redis.hset(stage.keys.shards, SHARD, json.dumps({"replicas": 1, "group_timeout_s": 3600, **of_shard}))
+    fields = {"client": "c", "state": "sealed", "groups": "9", "group_size": "8", "g:7": record}
+    stage.redis.hset(stage.keys.batch("4f1c0a9be210"), mapping=fields)
+
+
+def line_of(shown: str, beginning: str) -> list[str]:
+    return next(line.split() for line in shown.splitlines() if line.startswith(beginning))
+
+
+def test_the_longest_running_group_stands_there_with_holder_rows_and_deadline(stage: Stage) -> None:
+    """A hung environment was to be seen in nothing but a number that did not change."""
+    stage.instance()
+    hung(stage, since_s=2850)
+    shown = call("status", "--run", RUN).out
+    assert "longest-running group of each shard" in shown
+    batch, group, instance, attempt, rows_in, since, running, left = line_of(shown, "4f1c0a9be210")
+    assert (batch, group, instance, attempt, rows_in) == ("4f1c0a9be210", "7", SHARD, "2", "3/8")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", since)
+    assert re.fullmatch(r"47m3\ds|47m4\ds", running)
+    assert re.fullmatch(r"12m[12]\ds", left)
+    assert max(map(len, shown.splitlines())) <= 80
+    longest = call("status", "--json").json["runs"][0]["shards"][0]["longest"]
+    assert (longest["batch"], longest["group"], longest["accepted_rows"], longest["rows"]) == (batch, 7, 3, 8)
+    assert longest["instance_alive"]
+
+
+def test_a_holder_that_is_gone_and_time_that_is_over_are_said(stage: Stage) -> None:
+    hung(stage, since_s=4000, instance=f"{SHARD}/12", commit="group")
+    words = line_of(call("status").out, "4f1c0a9be210")
+    # None of the rows of such a shard is in before all are.
+    assert words[3:6] == ["(gone)", "2", "-"]
+    assert words[-1] == "over"
+
+
+def test_where_nothing_runs_no_group_is_the_longest(stage: Stage) -> None:
+    assert "longest-running" not in call("status").out
+    assert call("status", "--json").json["runs"][0]["shards"][0]["longest"] is None
+
+
+def test_a_cancelled_batch_that_its_client_has_not_closed_is_not_open(stage: Stage) -> None:
+    """It was counted as open, and its groups as running."""
+    stage.instance(slots=1)
+    batch = stage.batch(rows_of("wait", "wait"))
+    stage.sealed(batch)
+    comes_true(lambda: stage.status(batch, 0) == "running")
+    kept = stage.redis.hgetall(stage.keys.batch(batch.id))
+    call("cancel", batch.id, "--reason", "wrong checkpoint")
+    asyncio.run(batch.cancel())
+    # As it stands for as long as its client does not come: stopped, or gone.
+    stage.redis.hset(
+        stage.keys.batch("left"), mapping={**kept, "state": "closed", "reason": "wrong checkpoint", "cancelled": "2"}
+    )
+    shown = call("status").out
+    assert "0 open batches, 1 closed" in shown
+    assert line_of(shown, "left")[2:8] == ["closed", "2", "0", "0", "-", "-"]
+    assert "batch left: cancelled (wrong checkpoint), 2 groups; its client" in " ".join(shown.split())
+    assert "longest-running" not in shown
+
+
+def test_cancelling_twice_says_that_it_was_cancelled_before(stage: Stage) -> None:
+    record = {"client": "c", "state": "closed", "reason": "enough", "groups": "1"}
+    stage.redis.hset(stage.keys.batch("left"), mapping=record)
+    assert "batch left: was cancelled before" in call("cancel", "left", "--reason", "again").out
+    told = call("cancel", "left", "--json").json
+    assert told == {"batch": "left", "cancelled_groups": 0, "was_cancelled_before": True}
+    assert stage.redis.hget(stage.keys.batch("left"), "reason") == "enough"
 
 
 def test_cancelling_what_is_not_there_is_an_error(stage: Stage) -> None:
