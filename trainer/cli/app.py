@@ -8,6 +8,7 @@ import typer
 
 from .acl_command import acl
 from .broker_command import broker
+from .cancel_command import cancel
 from .check_command import check
 from .dead_commands import drop, list_letters, replay, show_letter
 from .doctor_command import doctor
@@ -15,7 +16,7 @@ from .explain_command import explain
 from .fleet_commands import drain, scale, up
 from .guard import guarded
 from .run_command import run
-from .status_command import cancel, status
+from .status_command import status
 
 RUNNING = "Run"
 LOOKING = "Look"

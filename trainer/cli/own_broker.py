@@ -12,8 +12,8 @@ from ...broker.errors import RolloutBusError, UnknownBatchError
 from ...broker.inspection import inspect_run
 from ...broker.keys import Keys
 from ...broker.wording import counted
+from .cancel_command import end_batch
 from .console import say
-from .status_command import end_batch
 from .targets import on_broker
 
 REASON = "`rolloutbus up` ended, and its own broker with it"

@@ -1,4 +1,4 @@
-"""`status` and `cancel`: what a run is doing, and ending a batch of it. Both need nothing but the broker."""
+"""`status`: what a run is doing. It needs nothing but the broker."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ import typer
 from rich.table import Table
 
 from ...broker.channel import Link
-from ...broker.client_transitions import cancel_batch
-from ...broker.errors import BrokerTimeoutError, BrokerUnavailableError, ConfigError, UnknownBatchError
+from ...broker.errors import BrokerTimeoutError, BrokerUnavailableError, ConfigError
 from ...broker.group_record import WAITING
 from ...broker.inspection import BatchState, RunState, ShardState, find_runs, inspect_run
-from ...broker.keys import Keys
 from ...broker.running_groups import RunningGroup
-from ...broker.steps import ask
 from ...broker.wording import counted
 from .console import add_row, clock, new_table, out, print_json, say, seconds, show_table
 from .diagnosis import batches_of
-from .targets import AsJson, BrokerUrl, RunName, batch_to_cancel, on_broker, on_run, the_run
+from .targets import AsJson, BrokerUrl, RunName, on_broker, the_run
 
 SHARD_COLUMNS = ("shard", "queued", "running", "delayed", "parked", "oldest", "alive", "slots", "dead")
 LONGEST_COLUMNS = ("batch", "group", "instance", "attempt", "rows in", "since UTC", "running", "left")
@@ -172,46 +169,3 @@ def _batch_table(state: RunState) -> Table:
             style="yellow" if batch.is_closed else "",
         )  # fmt: skip
     return table
-
-
-def cancel(
-    batch: Annotated[
-        str, typer.Argument(metavar="BATCH", help="The batch's id, or at least 8 characters of its beginning.")
-    ],
-    reason: Annotated[
-        str, typer.Option("--reason", metavar="TEXT", help="Told to the batch's client.")
-    ] = "rolloutbus cancel",
-    broker_url: BrokerUrl = None,
-    run: RunName = None,
-    as_json: AsJson = False,
-) -> None:
-    """Cancel a batch, whoever published it: its queued groups are dropped, running ones stopped, its client gets an
-    error.
-
-    Example: rolloutbus cancel 4f1c0a9be210 --reason "wrong checkpoint"
-    """
-
-    async def end(link: Link, keys: Keys) -> tuple[str, int | None]:
-        whole = await batch_to_cancel(link, keys, batch)
-        return whole, await end_batch(link, keys, whole, reason)
-
-    whole, stopped = on_run(broker_url, run, end)
-    if as_json:
-        print_json({"batch": whole, "cancelled_groups": stopped or 0, "was_cancelled_before": stopped is None})
-    elif stopped is None:
-        out.print(f"batch {whole}: was cancelled before, and waits for its client to close it")
-    else:
-        out.print(f"batch {whole}: {counted(stopped, 'group')} cancelled")
-
-
-async def end_batch(link: Link, keys: Keys, batch: str, reason: str) -> int | None:
-    """Cancel whoever's batch; how many groups that stopped, None where somebody had cancelled it. Raises
-    `UnknownBatchError`.
-    """
-    client, shards, state = (await ask(link, [("HMGET", keys.batch(batch), "client", "shards", "state")]))[0]
-    if client is None:
-        raise UnknownBatchError(f"run {keys.run!r} has no open batch {batch!r}; see `rolloutbus status`")
-    if state == b"closed":
-        return None
-    # A record that somebody tampered with may lack any field.
-    return await cancel_batch(link, keys, batch, client.decode(), (shards or b"").decode().split(), reason)
