@@ -63,15 +63,15 @@ class GroupLife:
 
 async def read_group_life(runner: Runner, keys: Keys, batch: str, group: int) -> GroupLife:
     """Everything known of the group; raises `UnknownBatchError` when that is nothing."""
-    names = (f"g:{group}", "state", "shards", "reason", "group_size")
+    names = (f"g:{group}", "state", "reason", "group_size")
     time, fields = await ask(runner, [("TIME",), ("HMGET", keys.batch(batch), *names)])
     raw: bytes = fields[0] or b""
-    state, shards, reason, size = (word.decode(errors="replace") if word else "" for word in fields[1:])
+    state, reason, size = (word.decode(errors="replace") if word else "" for word in fields[1:])
     events, since = await _read_events(runner, keys, batch, group)
     letters = [
         letter for letter in await read_dead_letters(runner, keys) if (letter.batch, letter.group) == (batch, group)
     ]
-    record = await _read_record(runner, keys, raw, shards.split()) if raw else None
+    record = await _read_record(runner, keys, raw) if raw else None
     if not (events or raw or letters):
         raise UnknownBatchError(
             f"nothing is known of group {group} of batch {batch!r} in run {keys.run!r}: no event, no record, no dead "
@@ -160,17 +160,16 @@ def _event(at_ms: int, fields: Mapping[str, str]) -> GroupEvent:
     return GroupEvent(at_ms, fields.get("kind", ""), number, fields.get("instance", ""), fields.get("detail", ""))
 
 
-async def _read_record(runner: Runner, keys: Keys, raw: bytes, shards: Sequence[str]) -> GroupRecord | None:
+async def _read_record(runner: Runner, keys: Keys, raw: bytes) -> GroupRecord | None:
     record = parse_group_record(raw)
     if record is None or record.status != "running":
         return record
-    return replace(record, idle_s=await _idle_s(runner, keys, record.entry, shards))
+    return replace(record, idle_s=await _idle_s(runner, keys, record))
 
 
-async def _idle_s(runner: Runner, keys: Keys, entry: str, shards: Sequence[str]) -> float | None:
-    for shard in shards:
-        if (await ask(runner, [("EXISTS", keys.groups(shard))]))[0]:
-            held = (await ask(runner, [("XPENDING", keys.groups(shard), GROUP_NAME, entry, entry, 1)]))[0]
-            if held:
-                return held[0][2] / 1000
-    return None
+async def _idle_s(runner: Runner, keys: Keys, record: GroupRecord) -> float | None:
+    stream = keys.groups(shard_of_label(record.instance))
+    if not (await ask(runner, [("EXISTS", stream)]))[0]:
+        return None
+    held = (await ask(runner, [("XPENDING", stream, GROUP_NAME, record.entry, record.entry, 1)]))[0]
+    return held[0][2] / 1000 if held else None
