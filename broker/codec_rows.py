@@ -43,6 +43,8 @@ _HOIST_DEPTH = 16
 _MAX_UNFOLDED = 1 << 24
 _TINY = frozenset((int, float, bool, type(None)))
 _LEAVES = frozenset((int, float, bool, type(None), str, bytes))
+# Keys that are the same on the wire where they are equal.
+_KEYS = frozenset((int, str, bytes))
 _ONLY_TEXTS = {str}
 _ONLY_DICTS = {dict}
 
@@ -170,7 +172,7 @@ class _Hoister:
         if kind is str or kind is bytes:
             return a == b
         if kind is dict:
-            return _same_texts(a, b) and all(map(self._same, a.values(), b.values()))
+            return _same_keys(a, b) and all(map(self._same, a.values(), b.values()))
         if (kind is list or kind is tuple) and not (a and type(a[0]) in _TINY):
             return len(a) == len(b) and all(map(self._same, a, b))
         return self._wire(a) == self._wire(b)
@@ -217,9 +219,9 @@ def _differs_at_once(first: Row, second: Any) -> bool:
     return False
 
 
-def _same_texts(keys: Row, others: Row) -> bool:
+def _same_keys(keys: Row, others: Row) -> bool:
     return len(keys) == len(others) and all(
-        one is other or (type(one) is type(other) is str and one == other)
+        one is other or (type(one) is type(other) and type(one) in _KEYS and one == other)
         for one, other in zip(keys, others, strict=True)
     )
 

@@ -22,8 +22,6 @@ from .timing import TimingLedger
 log = logging.getLogger("rolloutbus.collector")
 
 GroupOutcome = PackedGroup | GroupFailure
-# Entries of an abandoned batch that are deleted in one step.
-_LEFT_AT_ONCE = 500
 
 
 @dataclass(slots=True)
@@ -243,15 +241,11 @@ class BatchCollection:
 
     def leftovers(self) -> list[Handover]:
         """Once the batch is over: all its entries that nobody will have."""
-        by_shard: dict[str, list[tuple[str, int]]] = {}
+        by_shard: dict[str, dict[str, int]] = {}
         for group, incoming in self._incoming.items():
-            by_shard.setdefault(self.shards[group], []).extend(incoming.entries.items())
+            by_shard.setdefault(self.shards[group], {}).update(incoming.entries)
         self._incoming.clear()
-        return [
-            Handover(self.batch, shard, [], dict(entries[first : first + _LEFT_AT_ONCE]))
-            for shard, entries in by_shard.items()
-            for first in range(0, len(entries), _LEFT_AT_ONCE)
-        ]
+        return [Handover(self.batch, shard, [], entries) for shard, entries in by_shard.items()]
 
     def _handover(self, shard: str, groups: list[int]) -> Handover:
         entries = {

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..broker.channel import Channel, Command, Link, ReplyError
@@ -56,6 +56,9 @@ class Collector:
         self._transitions = transitions
         self._on_restart = on_restart
         self._batches: dict[str, BatchCollection] = {}
+        # Entries (shard, id) of batches that are not collected here, by batch.
+        self._strangers: dict[str, list[tuple[str, str]]] = {}
+        self._strangers_due = 0.0
         self._cursors: dict[str, str] = {}
         self._taken_in: dict[str, float] = {}
         self._channel: Channel | None = None
@@ -143,7 +146,9 @@ class Collector:
                 self._entry_bytes = min(2 * self._entry_bytes, READ_BYTES)
                 await outage.pause(error)
                 continue
-            await self._dispatch(entries)
+            met = await self._dispatch(entries)
+            if self._strangers and (met or began >= self._strangers_due):
+                await self._drop_left_over()
             self._taken_in.update(dict.fromkeys(emptied, began))
 
     async def _read(self) -> tuple[list[tuple[str, Any]], list[str]]:
@@ -205,15 +210,16 @@ class Collector:
 
     def _rewind(self) -> None:
         self._cursors = dict.fromkeys(self._cursors, "0-0")
+        self._strangers.clear()
 
-    async def _dispatch(self, entries: Sequence[tuple[str, Any]]) -> None:
-        strangers: dict[str, list[tuple[str, str]]] = {}
-        size, given_way = 0, 0
+    async def _dispatch(self, entries: Sequence[tuple[str, Any]]) -> bool:
+        """Give each entry to its batch; whether there were some of batches that are not collected here."""
+        size, given_way, met = 0, 0, False
         for shard, (entry_id, fields) in entries:
             try:
                 entry = parse_result(entry_id, fields)
                 size += len(entry.payload)
-                self._feed(shard, entry, strangers)
+                met |= self._feed(shard, entry)
                 if size - given_way >= TAKEN_IN_AT_ONCE:
                     given_way = size
                     await asyncio.sleep(0)
@@ -221,8 +227,7 @@ class Collector:
                 await self._set_aside(shard, entry_id.decode(), str(error))
         if entries:
             self._entry_bytes = 0.5 * self._entry_bytes + 0.5 * max(256.0, size / len(entries))
-        if strangers:
-            await self._drop_left_over(strangers)
+        return met
 
     async def _set_aside(self, shard: str, entry: str, reason: str) -> None:
         log.error("set aside to the dead letters: %s", reason)
@@ -231,23 +236,29 @@ class Collector:
         except RolloutBusError as error:
             log.warning("entry %s stays on the results stream of shard %s (%s)", entry, shard, error)
 
-    def _feed(self, shard: str, entry: ResultEntry, strangers: dict[str, list[tuple[str, str]]]) -> None:
+    def _feed(self, shard: str, entry: ResultEntry) -> bool:
         batch = self._batches.get(entry.batch)
         if batch is None:
-            strangers.setdefault(entry.batch, []).append((shard, entry.entry))
-            return
+            self._strangers.setdefault(entry.batch, []).append((shard, entry.entry))
+            return True
         self._let_go(batch.add(entry))
+        if entry.kind == "cancelled":
+            self._let_go([_nobodys(shard, entry.entry)])
+        return False
 
-    async def _drop_left_over(self, strangers: dict[str, list[tuple[str, str]]]) -> None:
-        """Delete results of batches that are over; a batch that still exists may yet be resumed."""
+    async def _drop_left_over(self) -> None:
+        """Delete results of batches that are over; one that still exists may yet be resumed, and is looked at again."""
+        batches = list(self._strangers)
+        self._strangers_due = time.monotonic() + self._settings.sweep_every_s
         try:
-            alive = await self._link.run([("EXISTS", self._keys.batch(batch)) for batch in strangers])
+            there = await self._link.run([("EXISTS", self._keys.batch(batch)) for batch in batches])
         except RolloutBusError as error:
-            log.warning("cannot look up %d unknown batches (%s)", len(strangers), error)
+            log.warning("cannot look up %d unknown batches (%s)", len(batches), error)
             return
-        for (_, found), exists in zip(strangers.items(), alive, strict=True):
-            for shard, entry in found if not exists else ():
-                self._let_go([Handover("-", shard, [], {entry: 0})])
+        for batch, exists in zip(batches, there, strict=True):
+            # While this was asked, all may have been read again from the start.
+            if not exists and batch in self._strangers:
+                self._let_go([_nobodys(shard, entry) for shard, entry in self._strangers.pop(batch)])
 
     async def _hand_over_for_ever(self) -> None:
         while True:
@@ -262,8 +273,10 @@ class Collector:
     async def _hand_over_one(self, handover: Handover) -> None:
         if not handover.entries:
             return
+        status = ""
         try:
-            status = await self._transitions.handed(*handover)
+            for part in _parts(handover):
+                status = await self._transitions.handed(*part)
         except RolloutBusError as error:
             log.warning(
                 "could not acknowledge %d entries of batch %s (%s)", len(handover.entries), handover.batch, error
@@ -290,10 +303,22 @@ def _order(entry_id: bytes) -> tuple[int, int]:
     return int(milliseconds), int(number)
 
 
+def _nobodys(shard: str, entry: str) -> Handover:
+    """An entry that counts towards no batch."""
+    return Handover("-", shard, [], {entry: 0})
+
+
+def _parts(handover: Handover) -> Iterator[Handover]:
+    """As many entries at a time as one call of a script may name; the groups go with the last of them."""
+    entries = list(handover.entries.items())
+    while len(entries) > MAX_ENTRIES_HANDED:
+        yield handover._replace(groups=[], entries=dict(entries[:MAX_ENTRIES_HANDED]))
+        del entries[:MAX_ENTRIES_HANDED]
+    yield handover._replace(entries=dict(entries))
+
+
 def _joined(handovers: deque[Handover]) -> list[Handover]:
-    """Waiting hand-overs, those of the same batch and shard as one, as many as one call of a script may name. An entry
-    that was read twice counts once.
-    """
+    """Waiting hand-overs, those of the same batch and shard as one. An entry that was read twice counts once."""
     joined: dict[tuple[str, str], tuple[list[int], dict[str, int]]] = {}
     taken = 0
     while handovers and taken < MAX_ENTRIES_HANDED:

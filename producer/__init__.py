@@ -7,10 +7,11 @@ from .rows import (
     PromptGroup,
     begins_with_mixed_prompts,
     bucket_groups_by_shard,
+    check_places,
     check_rows,
     own_rows,
     plan_groups,
-    stamp_again,
+    route_of_row,
     stamp_row_indices,
 )
 
@@ -22,6 +23,7 @@ __all__ = [
     "RouteMap",
     "begins_with_mixed_prompts",
     "bucket_groups_by_shard",
+    "check_places",
     "check_rows",
     "checksum",
     "encode_group",
@@ -29,7 +31,7 @@ __all__ = [
     "plan_groups",
     "read_route_map",
     "route_of",
-    "stamp_again",
+    "route_of_row",
     "stamp_row_indices",
     "wait_for_route_map",
 ]

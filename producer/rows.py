@@ -32,18 +32,19 @@ def stamp_row_indices(rows: Sequence[Row]) -> Sequence[Row]:
     return rows
 
 
-def stamp_again(rows: Sequence[Row]) -> Sequence[Row]:
-    """Stamp the rows of a batch that was published before, which may have been read from a file again.
+def check_places(rows: Sequence[Row]) -> None:
+    """Whether rows of a batch that was published before, which may have been read from a file again, can stand where
+    they stand; nothing is changed.
 
-    Raises `RowError` where they say themselves that they are in another order.
+    Raises `RowError` where one stands twice, and where they say themselves that they are in another order.
     """
+    _require_own_places(rows)
     for index, row in enumerate(rows):
-        if row.get("_rowidx", index) != index:
+        said = row.get("_rowidx", index)
+        if type(said) is not int or said != index:
             raise RowError(
-                f"row {index} says that it is row {row['_rowidx']}; give the rows in the order in which they were "
-                "published"
+                f"row {index} says that it is row {said!r}; give the rows in the order in which they were published"
             )
-    return stamp_row_indices(rows)
 
 
 def own_rows(rows: object) -> list[Row]:
@@ -88,8 +89,7 @@ def check_rows(rows: Sequence[Any], num_generations: int) -> None:
     if not _look_right(rows):
         for index, row in enumerate(rows):
             _check_row(index, row)
-    if len(set(map(id, rows))) < len(rows):
-        _refuse_twins(rows)
+    _require_own_places(rows)
 
 
 def _look_right(rows: Sequence[Any]) -> bool:
@@ -99,7 +99,9 @@ def _look_right(rows: Sequence[Any]) -> bool:
     return {type(row.get("responses_create_params")) for row in rows} == _ONLY_DICTS
 
 
-def _refuse_twins(rows: Sequence[Any]) -> None:
+def _require_own_places(rows: Sequence[Any]) -> None:
+    if len(set(map(id, rows))) == len(rows):
+        return
     seen: dict[int, int] = {}
     for index, row in enumerate(rows):
         if (first := seen.setdefault(id(row), index)) != index:
@@ -137,7 +139,7 @@ def plan_groups(rows: Sequence[Row], route_map: Mapping[str, str], num_generatio
             refs[first:end].count(refs[first]) == num_generations
             and sources[first:end].count(sources[first]) == num_generations
         )
-        route = _route(members[0], first) if alike else _common_route(members, first)
+        route = route_of_row(members[0], first) if alike else _common_route(members, first)
         groups.append(PromptGroup(index, first, route, shard_of(route, route_map, first), members))
     return groups
 
@@ -152,7 +154,8 @@ def begins_with_mixed_prompts(rows: Sequence[Row], num_generations: int) -> bool
         return False
 
 
-def _route(row: Row, index: int) -> str:
+def route_of_row(row: Row, index: int) -> str:
+    """`route_of` with an error that names the row."""
     try:
         return route_of(row)
     except RouteError as error:
@@ -160,7 +163,7 @@ def _route(row: Row, index: int) -> str:
 
 
 def _common_route(rows: Sequence[Row], first: int) -> str:
-    routes = [_route(row, first + at) for at, row in enumerate(rows)]
+    routes = [route_of_row(row, first + at) for at, row in enumerate(rows)]
     if any(route != routes[0] for route in routes):
         raise RouteError(
             f"the group that begins at row {first} mixes routes: {', '.join(sorted(set(routes)))}; all rows of a "

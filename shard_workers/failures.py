@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import random
 import traceback
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from ..broker.errors import BrokerFullError
 from ..broker.messages import Failure
 from .environments.exits import EXITS, text_of
 from .worker_settings import WorkerSettings
+
+Seen = TypeVar("Seen")
 
 _INFRA_STATUS = {408, 429}
 _TEXT_LIMIT = 4_000
@@ -32,19 +35,43 @@ def http_status(error: BaseException) -> int | None:
 
 
 def describe(error: BaseException) -> Failure:
-    """`error` as a `Failure`; instance and attempt are filled in where it is reported."""
-    status = http_status(error)
+    """`error` as a `Failure`; instance and attempt are filled in where it is reported.
+
+    Never raises: what somebody else's exception does while it is looked at must not look like its instance's death.
+    """
+    status = _seen(lambda: http_status(error), None)
+    return Failure(
+        failure_class="infra" if _seen(lambda: _is_infra(error, status), False) else "data",
+        type=_name_of(error),
+        message=_seen(lambda: _message(error), "(its message cannot be read)"),
+        traceback=_seen(lambda: _traceback(error), ""),
+        http_status=status,
+    )
+
+
+def _seen(look: Callable[[], Seen], otherwise: Seen) -> Seen:
+    """What a look at foreign code gives, `otherwise` where it raises, whatever it raises."""
+    try:
+        return look()
+    except BaseException:
+        return otherwise
+
+
+def _message(error: BaseException) -> str:
     text = text_of(error)
     body = _attribute(error, "response_content")
     if body is not None:
         text += f": {body.decode(errors='replace') if isinstance(body, bytes) else text_of(body)}"
-    return Failure(
-        failure_class="infra" if _is_infra(error, status) else "data",
-        type=type(error).__name__,
-        message=text[:_TEXT_LIMIT].encode(errors="replace").decode(),
-        traceback="".join(traceback.format_exception(error))[-_TRACE_LIMIT:].encode(errors="replace").decode(),
-        http_status=status,
-    )
+    return text[:_TEXT_LIMIT].encode(errors="replace").decode()
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))[-_TRACE_LIMIT:].encode(errors="replace").decode()
+
+
+def _name_of(error: BaseException) -> str:
+    """Its type's own name, whatever a metaclass says."""
+    return str(type.__dict__["__name__"].__get__(type(error)))
 
 
 def _attribute(source: object, name: str) -> Any:

@@ -20,10 +20,10 @@ from ..collector.timing import DEFAULT_PREFIX
 from ..producer import (
     PromptGroup,
     begins_with_mixed_prompts,
+    check_places,
     check_rows,
     own_rows,
     plan_groups,
-    stamp_again,
     stamp_row_indices,
 )
 from .arguments import broker_settings, check_batch_id, check_on_failure, check_seconds, check_text
@@ -167,7 +167,8 @@ class RolloutClient:
         """
         check_on_failure(on_failure)
         check_batch_id(batch_id)
-        known = None if rows is None else stamp_again(own_rows(rows))
+        known = None if rows is None else own_rows(rows)
+        check_places(known or ())
         await asyncio.wrap_future(self._engine.start())
         ready: list[Session] = []
         try:
@@ -245,13 +246,14 @@ async def _session_again(batch_id: str, stored: StoredBatch, rows: Sequence[dict
     size, total = stored.record.group_size, stored.record.rows
     known = rows if rows is not None else [{"_rowidx": index} for index in range(total)]
     if len(known) != total:
-        raise UnknownBatchError(
+        raise UsageError(
             f"batch {batch_id} has {total} rows, but {len(known)} were given; give the rows it was published with"
         )
     groups = stored.record.laid_out(rows or ())
     published = stored.record.published_checksums
     if rows is not None:
         await require_same_rows(batch_id, groups, published)
+        stamp_row_indices(rows)
     session = new_session(batch_id, known, groups, size, rows_mode=False)
     session.publication.checksums.update(published)
     session.publication.placed.update(range(stored.record.groups))

@@ -377,6 +377,7 @@ class Engine:
         while True:
             await asyncio.sleep(self.settings.sweep_every_s)
             for session in list(self.sessions.sessions.values()):
+                self.sessions.look_after(session)
                 try:
                     await sweeper.sweep(session.watched)
                 except (BrokerError, ForeignEntryError) as error:

@@ -30,6 +30,12 @@ class Outbox(Generic[Item]):
     def __len__(self) -> int:
         return len(self._items)
 
+    @property
+    def ending(self) -> Item | None:
+        """What all are given at the end, None while that is not known."""
+        with self._lock:
+            return self._ends[0] if self._ends else None
+
     def put(self, item: Item) -> None:
         """Add an item; wakes one waiter."""
         with self._lock:

@@ -72,6 +72,12 @@ class Session:
     def batch(self) -> str:
         return self.publication.batch
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether all who consume it are given an error in the end."""
+        ending = self.outbox.ending
+        return isinstance(ending, Ended) and ending.error is not None
+
     def note_start(self, started: Future[None]) -> None:
         """Where it could not begin, its consumers are told why."""
         cancelled = started.cancelled()
@@ -237,10 +243,23 @@ class SessionRunner:
         himself.
         """
         for session in self.sessions.values():
-            if not session.closed and (session.publishing is None or session.publishing.done()):
-                session.publishing = asyncio.create_task(
-                    self._publish(session, again=True), name=f"republish {session.batch}"
-                )
+            self._republish(session)
+
+    def look_after(self, session: Session) -> None:
+        """Bring it back too where nobody was told of the restart: while it was being resumed, or connected for the
+        first time.
+        """
+        channel = self._link.current
+        if session.publication.opened and channel is not None and channel.hello.run_id != session.run_id:
+            self._republish(session)
+
+    def _republish(self, session: Session) -> None:
+        """Not what has ended in an error, such as an operator's cancel: nobody wants it to run again."""
+        is_busy = session.publishing is not None and not session.publishing.done()
+        if not (session.closed or session.has_failed or is_busy):
+            session.publishing = asyncio.create_task(
+                self._publish(session, again=True), name=f"republish {session.batch}"
+            )
 
     async def close(self, session: Session, *, complete: bool) -> None:
         """End the batch on the broker. With `complete` the books must balance, or `BooksError` says what they are."""

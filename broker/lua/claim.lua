@@ -57,9 +57,10 @@ while looked < MOST_LOOKED_AT and not more_due do
 end
 
 local function has_room(batch)
-  local h = redis.call('HMGET', prefix .. 'batch:' .. batch, 'state', 'unread_bytes', 'max_unread_bytes', 'client')
+  local key = prefix .. 'batch:' .. batch
+  local h = redis.call('HMGET', key, 'state', 'unread_bytes', 'max_unread_bytes', 'client', 'owner')
   if not h[1] or h[1] == 'closed' then return nil end
-  local absent = owner_absence(prefix .. 'owner:' .. h[4], lease_ms, now)
+  local absent = owner_absence(key, h[5], prefix .. 'owner:' .. h[4], lease_ms, now)
   if absent then return ARGV[5] == '1' and absent > tonumber(ARGV[7]) end  -- claimed only to be dropped by take
   return (tonumber(h[2]) or 0) < (tonumber(h[3]) or math.huge)
 end

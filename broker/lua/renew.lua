@@ -13,7 +13,7 @@ for _, key in ipairs({ KEYS[1], KEYS[3], KEYS[4] }) do redis.call('PEXPIRE', key
 local now, out = now_ms(), { 'ok' }
 for i = 15, #ARGV, 4 do
   local batch = KEYS[tonumber(ARGV[i])]
-  local h = redis.call('HMGET', batch, 'state', 'client', 'g:' .. ARGV[i + 2])
+  local h = redis.call('HMGET', batch, 'state', 'client', 'g:' .. ARGV[i + 2], 'owner')
   local r, answer = parse(h[3]), 'ok'
   if not h[1] or h[1] == 'closed' then answer = 'gone'
   elseif not r or r.token ~= ARGV[i + 3] then
@@ -22,7 +22,7 @@ for i = 15, #ARGV, 4 do
   elseif r.status == 'done' or r.status == 'handed' then answer = 'ended'  -- the environment may still be tidying up
   elseif r.status ~= 'running' then answer = 'lost'  -- no intruder: the attempt has just ended, with the renewal under way
   else
-    local absent = owner_absence(ARGV[8] .. 'owner:' .. h[2], tonumber(ARGV[5]), now)
+    local absent = owner_absence(batch, h[4], ARGV[8] .. 'owner:' .. h[2], tonumber(ARGV[5]), now)
     if absent and absent > tonumber(ARGV[6]) and ARGV[7] == '1' then
       abandon(batch, KEYS[5], string.match(batch, ':batch:(.+)$'), ARGV[i + 2], r, r.instance)
       answer = 'gone'

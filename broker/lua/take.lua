@@ -10,7 +10,7 @@ local batch, group, entry, token = ARGV[1], ARGV[2], ARGV[4], ARGV[7]
 if not is_stream(KEYS[2]) then return { 'stale' } end
 local held = redis.call('XPENDING', KEYS[2], WORKERS, entry, entry, 1)
 if #held == 0 or held[1][2] ~= ARGV[8] then return { 'stale' } end
-local h = redis.call('HMGET', KEYS[1], 'state', 'unread_bytes', 'max_unread_bytes', 'rank', 'g:' .. group)
+local h = redis.call('HMGET', KEYS[1], 'state', 'unread_bytes', 'max_unread_bytes', 'rank', 'g:' .. group, 'owner')
 local r = parse(h[5])
 if not h[1] or h[1] == 'closed' or (r and has_ended(r)) then
   drop_entry(KEYS[2], entry)
@@ -50,7 +50,7 @@ if suspect and runs_suspect(KEYS[10], string.match(KEYS[1], '^(.*:batch:)')) the
   return { 'suspect' }
 end
 
-local absent = owner_absence(KEYS[3], tonumber(ARGV[11]), now)
+local absent = owner_absence(KEYS[1], h[6], KEYS[3], tonumber(ARGV[11]), now)
 if absent and absent > tonumber(ARGV[12]) and ARGV[10] == '1' then
   if first then count_queued(KEYS[1], KEYS[2], -tonumber(r.bytes)) end
   abandon(KEYS[1], KEYS[8], batch, group, r, ARGV[9])

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from rolloutbus.broker.channel import Channel, Command
-from rolloutbus.broker.errors import BrokerUnavailableError
+from rolloutbus.broker.errors import BatchCancelledError, BrokerUnavailableError
 from rolloutbus.broker.keys import Keys
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.collector import BatchCollection, Collector, Sink
+from rolloutbus.collector.collection import Handover
 
 from tests.entries import rows_payload
 
@@ -27,6 +28,7 @@ class Broker:
     def __init__(self) -> None:
         self.broken = False
         self.hello = SimpleNamespace(run_id="one", client_id=1)
+        self.there = {"b", "first", "resumed"}
         self.reads: asyncio.Queue[tuple[Command, asyncio.Future[list[Any]]]] = asyncio.Queue()
 
     def send(self, commands: Sequence[Command], *, large: bool = False) -> asyncio.Future[list[Any]]:
@@ -35,8 +37,8 @@ class Broker:
         return reply
 
     async def run(self, commands: Sequence[Command]) -> list[Any]:
-        """The other connection: every batch exists, and nobody is unblocked."""
-        return [1 for _ in commands]
+        """The other connection: which batches exist. Nobody is unblocked."""
+        return [int(str(command[1]).removeprefix(KEYS.batch("")) in self.there) for command in commands]
 
     async def close(self) -> None:
         self.broken = True
@@ -178,3 +180,49 @@ async def test_an_entry_that_is_to_go_twice_frees_its_bytes_once(
         ([1], ["4-0"]),
         ([0], ["5-0"]),
     ]
+
+
+async def test_more_entries_than_a_script_may_name_go_in_parts(
+    broker: Broker, collector: Collector, transitions: Transitions
+) -> None:
+    """A group of 9,000 rows that came one by one could never be acknowledged."""
+    transitions.go_on.set()
+    entries = {f"{at}-0": 1 for at in range(2500)}
+    collector._let_go([Handover("b", "s", [7], entries)])  # pyright: ignore[reportPrivateUsage]
+    await asyncio.wait_for(collector.handed_over(), LIMIT_S)
+    parts = [(groups, len(some)) for _, _, groups, some in transitions.handed_over]
+    assert parts == [([], 1000), ([], 1000), ([7], 500)]
+    assert [entry for *_, some in transitions.handed_over for entry in some] == list(entries)
+
+
+async def test_what_another_batch_left_goes_once_that_batch_is_gone(
+    broker: Broker, collector: Collector, transitions: Transitions
+) -> None:
+    """It was looked at once, while its batch could still be resumed, and stayed as long as this client."""
+    transitions.go_on.set()
+    await collector.attach(batch("b", []), ["s"])
+    _, reply = await broker.read()
+    reply.set_result(found("5-0", "first", 0))
+    _, reply = await broker.read()
+    assert transitions.handed_over == []
+    broker.there.discard("first")
+    collector._strangers_due = 0.0  # pyright: ignore[reportPrivateUsage]
+    reply.set_result([None])
+    await broker.read()
+    await asyncio.wait_for(collector.handed_over(), LIMIT_S)
+    assert [(*what[:3], list(what[3])) for what in transitions.handed_over] == [("-", "s", [], ["5-0"])]
+
+
+async def test_the_word_of_an_operators_cancel_is_deleted_when_it_was_read(
+    broker: Broker, collector: Collector, transitions: Transitions
+) -> None:
+    transitions.go_on.set()
+    outcomes: list[Any] = []
+    await collector.attach(batch("b", outcomes), ["s"])
+    _, reply = await broker.read()
+    words = [b"kind", b"cancelled", b"batch", b"b", b"reason", b"why"]
+    reply.set_result([[[KEYS.results("me", "s").encode(), [[b"5-0", words]]]]])
+    await broker.read()
+    await asyncio.wait_for(collector.handed_over(), LIMIT_S)
+    assert [type(outcome) for outcome in outcomes] == [BatchCancelledError]
+    assert [list(what[3]) for what in transitions.handed_over] == [["5-0"]]

@@ -273,6 +273,15 @@ def test_a_checksum_is_of_values_and_not_of_objects(value: Any) -> None:
         assert checksum(encode_group("b", one)) == checksum(encode_group("b", shared_group(large)))
 
 
+def test_large_dicts_with_numbers_as_keys_are_the_same_as_their_copies() -> None:
+    """Keys that are no texts counted as the same only where they were one object."""
+    large: dict[Any, Any] = {5_000 + at: "x" * 10 for at in range(8_000)} | {b"bytes": True}
+    one = group(0)
+    for row in one.rows:
+        row["responses_create_params"] = {int(str(5_000 + at)): "x" * 10 for at in range(8_000)} | {b"bytes": True}
+    assert checksum(encode_group("b", one)) == checksum(encode_group("b", shared_group(large)))
+
+
 def shared_group(params: Any) -> PromptGroup:
     one = group(0)
     for row in one.rows:

@@ -161,3 +161,66 @@ def test_the_delay_doubles_with_jitter_up_to_a_cap(failures: int) -> None:
 def test_two_instances_do_not_come_back_at_the_same_moment() -> None:
     settings = WorkerSettings(retry_backoff_s=10.0)
     assert len({retry_delay(1, settings) for _ in range(20)}) > 1
+
+
+class _Unnamed(type):
+    def __getattribute__(cls, name: str) -> Any:
+        if name == "__name__":
+            raise RuntimeError("no name")
+        return type.__getattribute__(cls, name)
+
+
+class BodyError(Exception):
+    """Looks what it is asked for up in a body that it has not."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["body"][name]
+
+
+class UnnamedError(Exception, metaclass=_Unnamed):
+    pass
+
+
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise GeneratorExit
+
+
+class ChildlessError(ExceptionGroup[Exception]):
+    @property
+    def exceptions(self) -> Any:
+        raise ValueError("no children")
+
+
+def nested(depth: int) -> Exception:
+    error: Any = ValueError("the inmost")
+    for _ in range(depth):
+        error = ExceptionGroup("around", [error])
+    return error
+
+
+def oddly_placed() -> SyntaxError:
+    """Printing it looks for the newlines of its text, which is none."""
+    place: Any = ("f", 1, 1, b"text")
+    return SyntaxError("odd", place)
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "message"),
+    [
+        (BodyError("prompt is too long"), "BodyError", "prompt is too long"),
+        (UnnamedError("no name"), "UnnamedError", "no name"),
+        (SilentError(), "SilentError", "(its message cannot be read)"),
+        (ChildlessError("group", [ValueError()]), "ChildlessError", "group (1 sub-exception)"),
+        (nested(3000), "ExceptionGroup", "around (1 sub-exception)"),
+        (oddly_placed(), "SyntaxError", "odd (f, line 1)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_exception_that_cannot_be_looked_at_is_described_as_far_as_it_can(
+    error: Exception, name: str, message: str
+) -> None:
+    """It ended its attempt without a word, and came after five leases as the death of an instance."""
+    failure = describe(error)
+    assert (failure.failure_class, failure.type, failure.message) == ("data", name, message)
+    assert Failure.unpacked(failure.packed()) == failure

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rolloutbus.broker.client_transitions import cancel_batch
 from rolloutbus.broker.embedded import EmbeddedBroker
+from rolloutbus.broker.errors import BatchCancelledError
 from rolloutbus.shard_workers.worker import CLAIM_EVERY_S
 from rolloutbus.trainer import Batch, BatchCounts, CompletedGroup
 
@@ -323,6 +325,33 @@ async def test_a_trainer_that_pauses_keeps_the_brokers_bytes_bounded_and_loses_n
             groups += await groups_of(batch)
         check_groups(groups, 200)
         assert batch.counts == BatchCounts(200, 200, 0, 0)
+
+
+@within(30)
+async def test_a_batch_that_an_operator_cancelled_does_not_come_to_life_when_the_broker_loses_its_data() -> None:
+    with EmbeddedBroker() as broker:
+        async with stack_on(broker) as stack:
+            stack.host()
+            environment = EachRow(Gates().rollout)
+            worker = await stack.worker(environment)
+            client = await stack.connected()
+            engine, batch = client._engine, client.run_groups(rows_of(3), 2)  # pyright: ignore[reportPrivateUsage]
+            await stack.happens("taken", 3)
+            cancelling = engine.call(cancel_batch(engine.link, stack.keys, batch.id, "trainer", ["s"], "why"))
+            assert await asyncio.wrap_future(cancelling) == 3
+            session = engine.sessions.sessions[batch.id]
+            await until(lambda: session.has_failed)
+            before = engine.link.current
+            await asyncio.to_thread(broker.restart)
+            collector = engine.collector
+            await until(lambda: engine.link.current not in (None, before) and collector._run_id != session.run_id)  # pyright: ignore[reportPrivateUsage]
+            engine.sessions.look_after(session)
+            assert session.publishing is not None
+            assert session.publishing.done()
+            with pytest.raises(BatchCancelledError, match="why"):
+                await groups_of(batch)
+            assert stack.keys_of(batch.id) == []
+            await stack.reading("s", worker.identity.consumer)
 
 
 @within(60)

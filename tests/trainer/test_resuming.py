@@ -10,12 +10,13 @@ import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rolloutbus.broker.client_transitions import ClientTransitions
 from rolloutbus.broker.embedded import EmbeddedBroker
-from rolloutbus.broker.errors import RowError, UnknownBatchError, UsageError
+from rolloutbus.broker.errors import RouteError, RowError, UnknownBatchError, UsageError
 from rolloutbus.broker.messages import ForeignEntryError
 from rolloutbus.collector import Collector
 from rolloutbus.trainer import BatchCounts, CompletedGroup, GroupFailure, RolloutClient
@@ -133,6 +134,31 @@ async def test_a_failure_that_was_handed_over_does_not_come_again_after_a_restar
         groups = await groups_of(batch)
     assert sorted(group.group_index for group in groups) == list(range(1, 10))
     assert batch.counts == BatchCounts(10, 9, 1, 0)
+
+
+@within(60)
+async def test_a_batch_that_is_resumed_while_the_broker_restarts_is_looked_after(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nobody was told of the restart, because nothing had been read yet, and its groups waited without a word."""
+    with EmbeddedBroker(directory=tmp_path, persistence="always") as broker:
+        async with stack_on(broker, no_instance_timeout_s=1.0, sweep_every_s=0.2) as stack:
+            stack.host()
+            batch_id = await left_by_a_killed_trainer(stack)
+            client = await stack.connected(name_wait_s=10.0)
+            adopt = ClientTransitions.adopt
+
+            async def restarted_meanwhile(steps: ClientTransitions, batch: str) -> None:
+                monkeypatch.setattr(ClientTransitions, "adopt", adopt)
+                await asyncio.to_thread(broker.restart)
+                await adopt(steps, batch)
+
+            monkeypatch.setattr(ClientTransitions, "adopt", restarted_meanwhile)
+            async with await client.resume(batch_id, rows_of(10), on_failure="yield") as batch:
+                groups = await groups_of(batch)
+            assert {group.type for group in groups if isinstance(group, GroupFailure)} == {"NoInstanceError"}
+            assert len(groups) == 10
+            stack.redis.xtrim(stack.keys.groups("s"), maxlen=0)
 
 
 async def left_by_a_killed_trainer(stack: Stack) -> str:
@@ -293,6 +319,15 @@ async def test_rows_that_were_read_again_are_stamped_again(stack: Stack) -> None
     rows = rows_of(10)
     with pytest.raises(RowError, match="row 0 says that it is row 19; give the rows in the order"):
         await client.resume(batch_id, [{**row, "_rowidx": 19 - at} for at, row in enumerate(rows)])
+    for wrong in ("0", True, [0]):
+        with pytest.raises(RowError, match="row 0 says that it is row"):
+            await client.resume(batch_id, [{**rows[0], "_rowidx": wrong}, *rows[1:]])
+    with pytest.raises(RowError, match="rows 0 and 1 are one and the same dict"):
+        await client.resume(batch_id, [rows[0], rows[0], *rows[2:]])
+    with pytest.raises(RouteError, match="row 3: the row has no route"):
+        await client.resume(batch_id, [*rows[:3], {"responses_create_params": {}}, *rows[4:]])
+    with pytest.raises(UsageError, match="has 20 rows, but 19 were given"):
+        await client.resume(batch_id, rows[1:])
     # Another dataset of the same size would be trained on with this one's results.
     with pytest.raises(UsageError, match=r"row 7 of batch \w+ was published for route .* goes to 'x'"):
         await client.resume(batch_id, [*rows[:7], {**rows[7], "agent_ref": {"name": "x"}}, *rows[8:]])
