@@ -1,38 +1,31 @@
 """The fleet's steps on the broker: one fleet per run, the route map, the shards' records, and what others ask of it.
 
 A fleet holds the run by a lease with its incarnation. What it publishes is one step with the lease, so nobody reads
-half of it, and a broker that lost it gets it again. `request_scale` and `request_drain` reach a running fleet from any
-process: a wish stands in the hash `fleet:requests` under its subject until the fleet has carried it out and put its
-answer beside it, whatever process dies meanwhile.
+half of it, and a broker that lost it gets it again. `fleet_requests.py` is the side of those who ask.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import secrets
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from .channel import Command, Link, raise_first_error
+from .channel import Command, raise_first_error
 from .errors import FleetError
+from .fleet_requests import Request, read_requests
 from .keys import Keys
-from .scripts import SCRIPTS, load_scripts
+from .scripts import SCRIPTS
 from .settings import BrokerSettings
-from .shard_records import ShardRecord, parse_record
+from .shard_records import ShardRecord
 from .steps import Runner, ask, run_step
 from .wording import excerpt
 
-DONE: Final = "ok"
-# Starting a stack may take half an hour; whoever asked hears of it then, or of the fleet's end much sooner.
-REQUEST_TIMEOUT_S: Final = 1800.0
 # As in prelude.lua.
 EVENTS_KEPT: Final = 20_000
 DETAIL_CHARS: Final = 300
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -53,22 +46,6 @@ class Published:
 
 def _digest(pairs: Iterable[tuple[str, str]]) -> str:
     return hashlib.sha256(json.dumps(sorted(pairs)).encode()).hexdigest()[:12]
-
-
-class Request(NamedTuple):
-    """A wish: `subject` names what it is about (`scale:SHARD`, `drain:LABEL`), `replicas` only for `scale`."""
-
-    id: str
-    subject: str
-    replicas: int = 0
-
-    @property
-    def verb(self) -> str:
-        return self.subject.partition(":")[0]
-
-    @property
-    def target(self) -> str:
-        return self.subject.partition(":")[2]
 
 
 class Renewal(NamedTuple):
@@ -128,14 +105,10 @@ class FleetTransitions:
         reply = await self._call(
             "fleet_renew", self._all_keys(shards), self._holder, at.lease_ms, at.key_ttl_ms, version
         )  # fmt: skip
-        pairs = iter(reply[2:])
-        wanted = zip(pairs, pairs, strict=True)
-        return Renewal(
-            reply[0].decode(), reply[1].decode(), [r for name, raw in wanted if (r := _parse(name, raw)) is not None]
-        )
+        return Renewal(reply[0].decode(), reply[1].decode(), read_requests(reply[2:]))
 
     async def answer(self, request: Request, outcome: str) -> None:
-        """Tell whoever asked: `DONE`, or why not."""
+        """Tell whoever asked: `fleet_requests.DONE`, or why not."""
         self._answers[request.id] = outcome
         command = SCRIPTS["fleet_answer"].call(
             [self._keys.fleet_requests], request.subject, request.id, outcome, self._settings.key_ttl_ms
@@ -210,127 +183,3 @@ def _taken(keys: Keys, settings: BrokerSettings, words: bytes) -> FleetError:
         f"run {keys.run!r} has a fleet already ({holder}); shut it down, use another run, or take its place with "
         f"`rolloutbus up --replace` (replace=True). A fleet that died gives the run free after {settings.lease_s:g} s"
     )
-
-
-def _nothing() -> None: ...
-
-
-def _parse(name: bytes, raw: bytes) -> Request | None:
-    """The wish in a field of the requests; what nobody of ours wrote is one that the fleet will refuse, or none."""
-    kind, _, subject = name.decode(errors="replace").partition(":")
-    if kind != "want":
-        return None
-    identity, _, replicas = raw.decode(errors="replace").partition(" ")
-    return Request(identity, subject, int(replicas or 0) if replicas.isdecimal() or not replicas else -1)
-
-
-def request_scale(
-    settings: BrokerSettings,
-    run: str,
-    shard: str,
-    replicas: int,
-    *,
-    timeout_s: float = REQUEST_TIMEOUT_S,
-    asked: Callable[[], object] = _nothing,
-) -> None:
-    """Ask the run's fleet, from any process, for `replicas` instances of `shard`, and wait until they are there.
-
-    Calls `asked` once the request stands. Raises `FleetError` with the fleet's reason, or when it does not answer in
-    time. For plain code; blocks.
-    """
-    request = Request(secrets.token_hex(6), f"scale:{shard}", replicas)
-    asyncio.run(_request_over_link(settings, run, request, timeout_s, asked))
-
-
-def request_drain(
-    settings: BrokerSettings,
-    run: str,
-    label: str,
-    *,
-    timeout_s: float = REQUEST_TIMEOUT_S,
-    asked: Callable[[], object] = _nothing,
-) -> None:
-    """Ask the run's fleet, from any process, to drain the instance `label` and stop it; waits until it is gone.
-
-    Calls `asked` once the request stands. Raises `FleetError` with the fleet's reason, or when it does not answer in
-    time. For plain code; blocks.
-    """
-    request = Request(secrets.token_hex(6), f"drain:{label}")
-    asyncio.run(_request_over_link(settings, run, request, timeout_s, asked))
-
-
-async def _request_over_link(
-    settings: BrokerSettings, run: str, request: Request, timeout_s: float, asked: Callable[[], object]
-) -> None:
-    link = Link(settings, "fleet-request", load_scripts)
-    try:
-        await ask_fleet(link, Keys(run), settings, request, timeout_s, asked)
-    finally:
-        await link.close()
-
-
-async def _check_subject(runner: Runner, keys: Keys, subject: str) -> None:
-    """A name that nobody has is refused at once: the fleet may be busy with an earlier request for minutes."""
-    kind, _, name = subject.partition(":")
-    flat = (await runner.run([("HGETALL", keys.shards)]))[0]
-    records = {shard.decode(): parse_record(raw) for shard, raw in zip(flat[::2], flat[1::2], strict=True)}
-    labels = [label for shard, record in records.items() if record for label in record.instances(shard)]
-    known = labels if kind == "drain" else list(records)
-    if records and name not in known:
-        what = "instance" if kind == "drain" else "shard"
-        raise FleetError(f"{kind} {name}: there is no {what} {name!r}; there are {', '.join(sorted(known))}")
-
-
-async def ask_fleet(
-    link: Link,
-    keys: Keys,
-    settings: BrokerSettings,
-    request: Request,
-    timeout_s: float,
-    asked: Callable[[], object] = _nothing,
-) -> None:
-    """Put a request to the fleet and wait for its answer; the asyncio form of `request_scale` and `request_drain`.
-
-    A fleet whose lease is not there may only be about to renew it, after a broker's restart: it is gone when this
-    process has seen the broker for a whole lease.
-    """
-    await _check_subject(link, keys, request.subject)
-    command = SCRIPTS["fleet_request"].call(
-        [keys.fleet, keys.fleet_requests], request.subject, request.id, str(request.replicas), settings.key_ttl_ms
-    )
-    deadline = time.monotonic() + timeout_s
-    while (await run_step(link, command))[0][0] != b"ok":
-        if link.watched_for(settings.lease_s) or time.monotonic() >= deadline:
-            raise FleetError(
-                f"no fleet runs for run {keys.run!r}; start one with `rolloutbus up`, or check the run's name and "
-                "broker"
-            )
-        await asyncio.sleep(_POLL_S)
-    asked()
-    while True:
-        looked = ("HMGET", keys.fleet_requests, f"answer:{request.id}", f"want:{request.subject}")
-        (answer, wanted), alive = await link.run([looked, ("EXISTS", keys.fleet)])
-        if answer is not None:
-            await link.run([("HDEL", keys.fleet_requests, f"answer:{request.id}")])
-            return _judge(request, answer.decode())
-        if not alive and link.watched_for(settings.lease_s):
-            raise FleetError(
-                f"the fleet of run {keys.run!r} went away before it answered ({request.subject}); start it again "
-                "and repeat"
-            )
-        if alive and (wanted or b"").split(b" ")[0].decode() != request.id:
-            raise FleetError(
-                f"the broker of run {keys.run!r} has lost the request {request.subject}, or the run has another fleet "
-                "now; see `rolloutbus status` whether it was carried out, and repeat it if not"
-            )
-        if time.monotonic() >= deadline:
-            raise FleetError(
-                f"the fleet of run {keys.run!r} has not finished {request.subject} within {timeout_s:g} s; it goes on "
-                "with it, and `rolloutbus status` shows how far it is"
-            )
-        await asyncio.sleep(_POLL_S)
-
-
-def _judge(request: Request, answer: str) -> None:
-    if answer != DONE:
-        raise FleetError(f"{request.verb} {request.target}: {answer}")

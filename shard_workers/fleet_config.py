@@ -97,8 +97,9 @@ class FleetConfig:
         for spec in self.plan.shards:
             if spec.name == name:
                 return spec
+        shards = [spec.name for spec in self.plan.shards]
         raise ConfigError(
-            f"there is no shard {name!r} in run {self.run!r}; there are {names(s.name for s in self.plan.shards)}"
+            f"there is no shard {name!r} in run {self.run!r}{did_you_mean(name, shards)}; there are {names(shards)}"
         )
 
     def actor_cpus(self, shard: ShardSpec) -> float:

@@ -19,7 +19,8 @@ from ray.util.placement_group import PlacementGroup
 
 from ...broker.channel import Link
 from ...broker.errors import ConfigError, FleetError, RolloutBusError
-from ...broker.fleet_transitions import DONE, FleetTransitions, Published, Request
+from ...broker.fleet_requests import DONE, Request, last_instance, no_instance
+from ...broker.fleet_transitions import FleetTransitions, Published
 from ...broker.keys import ANY_ROUTE, Keys
 from ...broker.scripts import load_scripts
 from ...broker.shard_records import ShardRecord
@@ -203,13 +204,9 @@ class FleetEngine:
                 return
             instance = self._labelled(label)
             if instance is None:
-                labels = ", ".join(i.label for i in self.instances)
-                raise FleetError(f"there is no instance {label!r}; there are {labels}")
+                raise FleetError(no_instance(label, [i.label for i in self.instances]))
             if not [i for i in self.of_shard(instance.shard.name) if i is not instance and i.state is not State.LOST]:
-                raise FleetError(
-                    f"{label} is the last instance of shard {instance.shard.name}; scale it up first, or shut the "
-                    "fleet down"
-                )
+                raise FleetError(last_instance(label, instance.shard.name))
             await self._remove([instance])
 
     def _labelled(self, label: str) -> Instance | None:

@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Final
 
 from ...broker.channel import Link
-from ...broker.fleet_transitions import FleetTransitions, Published, Request
+from ...broker.fleet_requests import Request
+from ...broker.fleet_transitions import FleetTransitions, Published
 from ...broker.keys import ANY_ROUTE, UNSHARDED_SHARD, Keys
 from ...broker.scripts import load_scripts
 from ...broker.settings import BrokerSettings

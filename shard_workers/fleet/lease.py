@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from ...broker.channel import Link
 from ...broker.errors import FleetError, RolloutBusError
-from ...broker.fleet_transitions import FleetTransitions, Published, Request
+from ...broker.fleet_requests import Request
+from ...broker.fleet_transitions import FleetTransitions, Published
 
 log = logging.getLogger("rolloutbus.fleet")
 

@@ -8,10 +8,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
+from rolloutbus.broker import fleet_requests
 from rolloutbus.broker.channel import Link
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import FleetError
-from rolloutbus.broker.fleet_transitions import DONE, FleetTransitions, Published, Request, ask_fleet, require_free
+from rolloutbus.broker.fleet_requests import DONE, Request, ask_fleet
+from rolloutbus.broker.fleet_transitions import FleetTransitions, Published, require_free
 from rolloutbus.broker.keys import GROUP_NAME, Keys
 from rolloutbus.broker.scripts import load_scripts
 from rolloutbus.broker.settings import BrokerSettings
@@ -173,6 +175,64 @@ async def test_a_wish_stands_until_it_is_answered(link: Link, keys: Keys) -> Non
     await mine.answer(request, DONE)
     await asking
     assert (await link.run([("EXISTS", keys.fleet_requests)]))[0] == 0
+
+
+async def test_a_mistake_is_told_while_the_fleet_is_busy_with_an_earlier_wish(link: Link, keys: Keys) -> None:
+    """Half an hour later it would be told by the fleet."""
+    mine, stands = fleet(link, keys), asyncio.Event()
+    await mine.publish(MAP)
+    await link.run([("HSET", keys.fleet_requests, "want:scale:words", "earlier 3")])
+
+    async def ask(request: Request) -> None:
+        await ask_fleet(link, keys, link.settings, request, 5.0, stands.set)
+
+    with pytest.raises(FleetError, match=r"^drain word/1: .*'word/1' \(did you mean 'words/1'\?\); there are math, wo"):
+        await ask(Request.to_drain("word/1"))
+    with pytest.raises(FleetError, match=r"^scale maths: .*'maths' \(did you mean 'math'\?\); there are math, words$"):
+        await ask(Request.to_scale("maths", 3))
+    with pytest.raises(FleetError, match=r"^drain math: math is the last instance of shard math; scale it up first"):
+        await ask(Request.to_drain("math"))
+    assert not stands.is_set()
+    assert (await link.run([("HKEYS", keys.fleet_requests)]))[0] == [b"want:scale:words"]
+
+
+async def test_records_that_a_fleet_left_behind_are_not_held_against_anybody(link: Link, keys: Keys) -> None:
+    mine = fleet(link, keys)
+    await mine.publish(MAP)
+    await link.run([("DEL", keys.fleet)])
+    with pytest.raises(FleetError, match="no fleet runs for run"):
+        await ask_fleet(link, keys, link.settings, Request.to_scale("chess", 3), 0.0)
+
+
+async def test_an_instance_that_lives_may_be_drained_though_no_record_has_it_yet(link: Link, keys: Keys) -> None:
+    mine = fleet(link, keys)
+    await mine.publish(MAP)
+    await link.run([("HSET", keys.instance("math/1"), "pid", 1)])
+    with pytest.raises(FleetError, match="has not finished drain:math/1"):
+        await ask_fleet(link, keys, link.settings, Request.to_drain("math/1"), 0.0)
+
+
+async def test_whoever_waits_is_told_for_whom_and_what_else_it_was_asked_for(
+    link: Link, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For half an hour nothing was said after the first word."""
+    monkeypatch.setattr(fleet_requests, "TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr(fleet_requests, "TOLD_EVERY_S", 0.3)
+    mine, words = fleet(link, keys), asyncio.Queue[str]()
+    await mine.publish(MAP)
+    request = Request.to_scale("math", 3)
+    asking = asyncio.create_task(ask_fleet(link, keys, link.settings, request, 20.0, waiting=words.put_nowait))
+    assert await words.get() == "waiting for the fleet on host-a, process 1, to scale math 3 (0 s so far)"
+    await link.run([("HSET", keys.fleet_requests, "want:drain:words/1", "other 0", "want:scale:words", "third 2")])
+    others = "so far); it was asked to drain words/1, scale words 2 too"
+    assert (await words.get()).endswith(others)
+    await link.run([("DEL", keys.fleet)])
+    link.watching_since = time.monotonic() + 60
+    while "has no fleet now; one that lives is back within 1 s" not in (word := await words.get()):
+        assert word.endswith(others)
+    await mine.renew(SHARDS, MAP.version)
+    await mine.answer(request, DONE)
+    await asking
 
 
 async def test_refusals_later_wishes_and_silence_are_told(link: Link, keys: Keys) -> None:

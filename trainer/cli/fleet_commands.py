@@ -13,7 +13,8 @@ from omegaconf import DictConfig
 from ...broker.channel import Link
 from ...broker.embedded import EmbeddedBroker
 from ...broker.errors import FleetError
-from ...broker.fleet_transitions import request_drain, request_scale, require_free
+from ...broker.fleet_requests import Request, request_change
+from ...broker.fleet_transitions import require_free
 from ...broker.keys import Keys
 from ...broker.settings import redacted
 from ...broker.wording import counted
@@ -141,6 +142,13 @@ def _look_at(fleet: ShardFleet) -> None:
         raise FleetError(f"the fleet of run {fleet.run!r} ended: {reason}")
 
 
+def _ask(broker_url: str | None, run: str | None, request: Request) -> str:
+    """Ask the run's fleet and wait until it has done it; the run's name."""
+    name = on_run(broker_url, run, _found)
+    request_change(observer_settings(broker_url), name, request, asked=_say_asked, waiting=say)
+    return name
+
+
 def _say_asked() -> None:
     say("asked the fleet, which does one thing after the other; Ctrl-C ends the waiting, not the doing")
 
@@ -163,8 +171,7 @@ def scale(
 
     Example: rolloutbus scale math 4 --run exp1
     """
-    name = on_run(broker_url, run, _found)
-    request_scale(observer_settings(broker_url), name, shard, replicas, asked=_say_asked)
+    name = _ask(broker_url, run, Request.to_scale(shard, replicas))
     if as_json:
         print_json({"run": name, "shard": shard, "replicas": replicas})
     else:
@@ -181,8 +188,7 @@ def drain(
 
     Example: rolloutbus drain math/1 --run exp1
     """
-    name = on_run(broker_url, run, _found)
-    request_drain(observer_settings(broker_url), name, label, asked=_say_asked)
+    name = _ask(broker_url, run, Request.to_drain(label))
     if as_json:
         print_json({"run": name, "drained": label})
     else:

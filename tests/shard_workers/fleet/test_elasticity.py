@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from rolloutbus.broker.embedded import EmbeddedBroker
 from rolloutbus.broker.errors import ConfigError, FleetError
-from rolloutbus.broker.fleet_transitions import FleetTransitions, request_drain, request_scale
+from rolloutbus.broker.fleet_requests import Request, request_change
+from rolloutbus.broker.fleet_transitions import FleetTransitions
 from rolloutbus.broker.keys import Keys
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.shard_workers import ShardFleet, ShardSetupError
@@ -76,20 +77,20 @@ async def test_others_ask_for_scale_and_drain_over_the_broker(
 ) -> None:
     fleet = start_fleet(fleet_config(valkey.url, tmp_path, [shard("math", row_s=0.05)], workers={"slots": 2}))
     async with open_batch(fleet, 60) as batch:
-        await asyncio.to_thread(request_scale, fleet.broker, fleet.run, "math", 2, timeout_s=60)
+        await asyncio.to_thread(request_change, fleet.broker, fleet.run, Request.to_scale("math", 2), timeout_s=60)
         assert fleet.labels == {"math": ["math", "math/1"]}
-        await asyncio.to_thread(request_drain, fleet.broker, fleet.run, "math", timeout_s=60)
+        await asyncio.to_thread(request_change, fleet.broker, fleet.run, Request.to_drain("math"), timeout_s=60)
         assert fleet.labels == {"math": ["math/1"]}
         assert len([group async for group in batch]) == 60
     assert set(runs(tmp_path).values()) == {1}
     assert broker.exists(f"rolloutbus:{{{fleet.run}}}:fleet:requests") == 0, "answers that were read are gone"
 
     with pytest.raises(FleetError, match=r"drain math/1: math/1 is the last instance of shard math; scale it up first"):
-        await asyncio.to_thread(request_drain, fleet.broker, fleet.run, "math/1")
+        await asyncio.to_thread(request_change, fleet.broker, fleet.run, Request.to_drain("math/1"))
     with pytest.raises(FleetError, match=r"drain nobody: there is no instance 'nobody'; there are math/1"):
-        await asyncio.to_thread(request_drain, fleet.broker, fleet.run, "nobody")
+        await asyncio.to_thread(request_change, fleet.broker, fleet.run, Request.to_drain("nobody"))
     with pytest.raises(FleetError, match=r"scale chess: there is no shard 'chess'; there are math"):
-        await asyncio.to_thread(request_scale, fleet.broker, fleet.run, "chess", 2)
+        await asyncio.to_thread(request_change, fleet.broker, fleet.run, Request.to_scale("chess", 2))
 
 
 def test_whoever_asks_hears_of_any_failure(
@@ -103,7 +104,7 @@ def test_whoever_asks_hears_of_any_failure(
 
     monkeypatch.setattr(FleetEngine, "scale", fail)
     with pytest.raises(FleetError, match="scale math: TimeoutError: no answer from the GCS"):
-        request_scale(fleet.broker, fleet.run, "math", 2, timeout_s=10)
+        request_change(fleet.broker, fleet.run, Request.to_scale("math", 2), timeout_s=10)
 
 
 def test_groups_that_outlast_a_drain_are_handed_back_without_a_failure(
@@ -286,5 +287,6 @@ def test_what_is_left_at_the_end_of_the_patience_is_killed_and_named(
 
 
 def test_asking_a_run_without_a_fleet_is_refused_at_once(valkey: EmbeddedBroker) -> None:
+    settings = BrokerSettings(url=valkey.url, lease_s=1.0, renew_every_s=0.2)
     with pytest.raises(FleetError, match="no fleet runs for run 'nobody-here'"):
-        request_scale(BrokerSettings(url=valkey.url, lease_s=1.0, renew_every_s=0.2), "nobody-here", "math", 2)
+        request_change(settings, "nobody-here", Request.to_scale("math", 2))

@@ -13,7 +13,8 @@ import pytest
 from redis.exceptions import NoPermissionError
 from rolloutbus.broker.client_transitions import ClientTransitions
 from rolloutbus.broker.embedded import EmbeddedBroker
-from rolloutbus.broker.fleet_transitions import DONE, FleetTransitions, Published, Request, ask_fleet
+from rolloutbus.broker.fleet_requests import DONE, Request, ask_fleet
+from rolloutbus.broker.fleet_transitions import FleetTransitions, Published
 from rolloutbus.broker.keys import Keys
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.broker.shard_records import ShardRecord

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from rolloutbus.broker.channel import Command, Payload
 from rolloutbus.broker.client_transitions import BatchSpec, ClientTransitions, OutgoingGroup, cancel_batch
-from rolloutbus.broker.fleet_transitions import FleetTransitions, Published, Request
+from rolloutbus.broker.fleet_requests import Request
+from rolloutbus.broker.fleet_transitions import FleetTransitions, Published
 from rolloutbus.broker.keys import Keys
 from rolloutbus.broker.messages import Failure, GroupEntry
 from rolloutbus.broker.scripts import SCRIPTS
