@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .channel import Arg, Payload
 from .errors import BatchCancelledError, OwnershipLostError, RolloutBusError, UnknownBatchError, UsageError
 from .keys import Keys
-from .messages import Failure, group_fields
+from .messages import Failure, Origin, group_fields
 from .scripts import SCRIPTS
 from .settings import BrokerSettings
 from .steps import Runner, Step, run_step, run_steps
@@ -41,6 +41,7 @@ class OutgoingGroup(NamedTuple):
     rows: int
     first_row: int
     payload: Payload
+    origin: Origin | None = None
 
 
 class Published(NamedTuple):
@@ -151,7 +152,7 @@ class ClientTransitions:
 
     def _publish_step(self, group: OutgoingGroup) -> Step:
         fields = group_fields(
-            group.batch, group.group, self.client, group.route, group.rows, group.first_row, group.payload
+            group.batch, group.group, self.client, group.route, group.rows, group.first_row, group.payload, group.origin
         )
         stream = self._keys.groups(group.shard)
         return [

@@ -6,7 +6,7 @@ A letter is read without its rows, which may be large, until somebody asks for t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import codec
@@ -14,7 +14,7 @@ from .channel import ReplyError
 from .errors import DecodeError, UnknownBatchError
 from .handshake import translate
 from .keys import Keys
-from .messages import Failure
+from .messages import Failure, Origin
 from .steps import Runner
 
 # Few at a time, since the broker serves nobody else while it looks at their payloads.
@@ -37,7 +37,9 @@ return out
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A group that was buried. `reason` is the transition's word; `rows` and `payload_bytes` say how much is kept."""
+    """A group that was buried. `reason` is the transition's word; `rows` and `payload_bytes` say how much is kept;
+    `origin` what it was before it was replayed.
+    """
 
     entry: str
     batch: str
@@ -51,6 +53,7 @@ class DeadLetter:
     attempt: int
     instance: str
     payload_bytes: int
+    origin: Origin | None = None
 
     @property
     def group_id(self) -> str:
@@ -60,6 +63,13 @@ class DeadLetter:
     def buried_ms(self) -> int:
         """When, in broker time."""
         return int(self.entry.partition("-")[0])
+
+    @property
+    def next_origin(self) -> Origin:
+        """What is told of its group once more when that is replayed: where it comes from first of all."""
+        if self.origin is not None:
+            return replace(self.origin, replays=self.origin.replays + 1)
+        return Origin(self.batch, self.group, self.client, self.first_row, self.entry, 1)
 
 
 async def read_dead_letters(runner: Runner, keys: Keys) -> list[DeadLetter]:
@@ -77,15 +87,21 @@ async def read_dead_letters(runner: Runner, keys: Keys) -> list[DeadLetter]:
 
 
 async def find_dead_letter(runner: Runner, keys: Keys, name: str) -> DeadLetter:
-    """The letter with this entry id or, as `BATCH:GROUP`, the newest of that group; raises `UnknownBatchError`."""
+    """The letter with this entry id or, as `BATCH:GROUP`, the newest of that group, also of one that was replayed since
+    under another name; raises `UnknownBatchError`.
+    """
     letters = await read_dead_letters(runner, keys)
-    found = [letter for letter in letters if name in (letter.entry, letter.group_id)]
+    found = [letter for letter in letters if name in _names(letter)]
     if not found:
         raise UnknownBatchError(
             f"run {keys.run!r} has no dead letter {name!r} among its {len(letters)}; "
             "`rolloutbus dead list` shows their ids"
         )
     return found[-1]
+
+
+def _names(letter: DeadLetter) -> list[str]:
+    return [letter.entry, letter.group_id, *([letter.origin.group_id] if letter.origin else [])]
 
 
 async def read_rows(runner: Runner, keys: Keys, letter: DeadLetter) -> list[dict[str, Any]]:
@@ -134,6 +150,21 @@ def _letter(words: Sequence[bytes]) -> DeadLetter:
         attempt=_number(text, "failed_attempt", 0),
         instance=text.get("failed_on", ""),
         payload_bytes=_number(text, "payload", 0),
+        origin=_origin(text),
+    )
+
+
+def _origin(text: dict[str, str]) -> Origin | None:
+    """Letters of groups that were not replayed have none, and so have those of earlier versions."""
+    if "origin_letter" not in text:
+        return None
+    return Origin(
+        batch=text.get("origin_batch", "-"),
+        group=_number(text, "origin_group", -1),
+        client=text.get("origin_client", ""),
+        first_row=_number(text, "origin_first_row", 0),
+        letter=text["origin_letter"],
+        replays=_number(text, "origin_replays", 0),
     )
 
 

@@ -76,13 +76,47 @@ class Failure:
             return cls("data", "UnreadableFailure", f"the group failed, and the account of it cannot be read ({error})")
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a group that runs again was when it was first buried, and how often it has run again since: `replays` is 1
+    for the first time.
+
+    Its fields stand beside a group's own, each as `origin_…`, and whoever buries a group keeps all fields.
+    """
+
+    batch: str
+    group: int
+    client: str
+    first_row: int
+    letter: str
+    replays: int
+
+    @property
+    def group_id(self) -> str:
+        return f"{self.batch}:{self.group}"
+
+
+def origin_fields(origin: Origin | None) -> tuple[Arg, ...]:
+    """Fields and values that say where a group comes from; none for one that was not replayed."""
+    if origin is None:
+        return ()
+    return tuple(word for name, value in asdict(origin).items() for word in (f"origin_{name}", value))
+
+
 def group_fields(
-    batch: str, group: int, client: str, route: str, rows: int, first_row: int, payload: Payload
+    batch: str,
+    group: int,
+    client: str,
+    route: str,
+    rows: int,
+    first_row: int,
+    payload: Payload,
+    origin: Origin | None = None,
 ) -> tuple[Arg, ...]:
     """Fields and values of a group's entry."""
     return (
         "kind", "group", "batch", batch, "group", group, "client", client, "route", route, "rows", rows,
-        "first_row", first_row, "payload", payload,
+        "first_row", first_row, *origin_fields(origin), "payload", payload,
     )  # fmt: skip
 
 

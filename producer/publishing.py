@@ -21,6 +21,7 @@ from ..broker.channel import Payload
 from ..broker.client_transitions import BatchSpec, ClientTransitions, OutgoingGroup, Published
 from ..broker.errors import BatchError, BrokerFullError, PayloadTooLargeError
 from ..broker.keys import Keys
+from ..broker.messages import Origin
 from ..broker.settings import BrokerSettings
 from ..broker.steps import Runner
 from .rows import PromptGroup
@@ -52,11 +53,15 @@ _MEMORY_CHECK_EVERY_S = 0.5
 
 @dataclass(slots=True)
 class Publication:
-    """One batch on its way out: its groups, and where they stand on the broker once they are there."""
+    """One batch on its way out: its groups, and where they stand on the broker once they are there.
+
+    `origin` is what its group was before, where it is one that is replayed.
+    """
 
     batch: str
     groups: Sequence[PromptGroup]
     num_generations: int
+    origin: Origin | None = None
     entries: dict[int, str] = field(default_factory=dict[int, str])
     placed: set[int] = field(default_factory=set[int])
     checksums: dict[int, str] = field(default_factory=dict[int, str])
@@ -97,12 +102,14 @@ def _destination(group: PromptGroup) -> tuple[str, str]:
     return group.shard, group.route
 
 
-def encode_group(batch: str, group: PromptGroup) -> OutgoingGroup:
+def encode_group(batch: str, group: PromptGroup, origin: Origin | None = None) -> OutgoingGroup:
     """A group ready for the wire; raises `EncodeError` naming the row."""
     # The caller may have stamped the same rows for another batch meanwhile.
     rows = [{**row, "_rowidx": index} for index, row in enumerate(group.rows, start=group.first_row)]
     payload = Payload.of(codec.encode_rows(rows, first_row=group.first_row))
-    return OutgoingGroup(batch, group.index, group.shard, group.route, len(group.rows), group.first_row, payload)
+    return OutgoingGroup(
+        batch, group.index, group.shard, group.route, len(group.rows), group.first_row, payload, origin
+    )
 
 
 def checksum(group: OutgoingGroup) -> str:
@@ -189,7 +196,8 @@ class Producer:
             most = min(2 * most, WRITE_GROUPS)
 
     def _encode(self, publication: Publication, group: PromptGroup) -> OutgoingGroup:
-        outgoing, limit = encode_group(publication.batch, group), self._settings.max_payload_bytes
+        outgoing = encode_group(publication.batch, group, publication.origin)
+        limit = self._settings.max_payload_bytes
         if outgoing.payload.size > limit:
             raise PayloadTooLargeError(
                 f"the group that begins at row {group.first_row} is {outgoing.payload.size} bytes, above "

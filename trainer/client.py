@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..broker.errors import RouteError, UnknownBatchError, UsageError
+from ..broker.messages import Origin
 from ..broker.settings import BrokerSettings
 from ..broker.steps import ask
 from ..collector.timing import DEFAULT_PREFIX
@@ -121,14 +122,29 @@ class RolloutClient:
         check_on_failure(on_failure)
         return Batch(self._engine, self._begin(rows, num_generations, rows_mode=True), on_failure, self._prefix)
 
-    def _begin(self, rows: Sequence[dict[str, Any]], num_generations: int, *, rows_mode: bool) -> Session:
+    def replay(self, rows: Sequence[dict[str, Any]], origin: Origin) -> GroupBatch:
+        """Run one dead group again, as a batch of its own whose failure is yielded; if it is buried again, the new
+        letter says its `origin`. Raises as `run_groups` does.
+        """
+        session = self._begin(rows, len(rows), rows_mode=False, origin=origin)
+        return Batch(self._engine, session, "yield", self._prefix)
+
+    def _begin(
+        self,
+        rows: Sequence[dict[str, Any]],
+        num_generations: int,
+        *,
+        rows_mode: bool,
+        origin: Origin | None = None,
+    ) -> Session:
         rows = own_rows(rows)
         check_rows(rows, num_generations)
         self.connect_now()
         groups = self._plan(rows, num_generations)
         stamp_row_indices(rows)
-        session = new_session(secrets.token_hex(6), rows, groups, num_generations, rows_mode=rows_mode)
-        self._warn_of_mixed_prompts(session.batch, rows, num_generations)
+        batch = secrets.token_hex(6)
+        session = new_session(batch, rows, groups, num_generations, rows_mode=rows_mode, origin=origin)
+        self._warn_of_mixed_prompts(batch, rows, num_generations)
         # Not waited for: a broker that hangs right now must not hold the caller's event loop up.
         self._engine.call(self._engine.sessions.start(session)).add_done_callback(session.note_start)
         return session

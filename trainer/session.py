@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ..broker.channel import Channel, Link
 from ..broker.client_transitions import Books, ClientTransitions, OutgoingGroup
 from ..broker.errors import BatchCancelledError, BatchError, BooksError, ClosedError, UnknownBatchError, UsageError
+from ..broker.messages import Origin
 from ..collector import BatchCollection, Collector, GroupFailure, PackedGroup, PackedRow, Sink
 from ..collector.sweep import Watched, outline
 from ..collector.timing import COUNTERS
@@ -101,11 +102,17 @@ class Session:
 
 
 def new_session(
-    batch: str, rows: Sequence[dict[str, Any]], groups: Sequence[PromptGroup], num_generations: int, *, rows_mode: bool
+    batch: str,
+    rows: Sequence[dict[str, Any]],
+    groups: Sequence[PromptGroup],
+    num_generations: int,
+    *,
+    rows_mode: bool,
+    origin: Origin | None = None,
 ) -> Session:
     """A batch that is ready to be published."""
     outbox: Outbox[Parcel] = Outbox()
-    publication = Publication(batch, groups, num_generations)
+    publication = Publication(batch, groups, num_generations, origin)
     sink = _sink(outbox, rows_mode)
     collection = BatchCollection(batch, rows, num_generations, [group.shard for group in groups], sink)
     # The sink needs the collection to know when the last group came, and the collection needs its sink first.

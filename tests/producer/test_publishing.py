@@ -19,6 +19,7 @@ from rolloutbus.broker.channel import Command
 from rolloutbus.broker.client_transitions import BatchSpec, OutgoingGroup, Published
 from rolloutbus.broker.errors import BatchError, BrokerFullError, EncodeError, PayloadTooLargeError, RolloutBusError
 from rolloutbus.broker.keys import Keys
+from rolloutbus.broker.messages import Origin
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.producer import CHECKSUM_LENGTH, Producer, PromptGroup, Publication, checksum, encode_group
 
@@ -43,6 +44,7 @@ class Broker:
     def __init__(self) -> None:
         self.opened: list[BatchSpec] = []
         self.writes: list[list[int]] = []
+        self.origins: dict[int, Origin | None] = {}
         self.queued = 0
         self.checksums = ""
         self.memory = "maxmemory:0\r\nused_memory:5"
@@ -58,6 +60,7 @@ class Broker:
 
     async def publish(self, groups: Sequence[OutgoingGroup]) -> list[Published | RolloutBusError]:
         self.writes.append([one.group for one in groups])
+        self.origins |= {one.group: one.origin for one in groups}
         refused = self.refusals.pop(0) if self.refusals else {}
         answers: list[Published | RolloutBusError] = []
         for one in groups:
@@ -206,6 +209,17 @@ async def test_what_the_broker_lost_is_published_again_or_told_of_before_the_bat
     assert broker.opened[-1].groups == 3
     assert broker.sealed == [("b", before, {}), ("b", before + 2, {0: "handed"})]
     assert out.published == 3
+
+
+async def test_a_replayed_group_tells_its_origin_however_often_it_is_published() -> None:
+    broker, origin = Broker(), Origin("first", 7, "trainer", 14, "5-1", 2)
+    out = Publication("b", [group(0)], 2, origin)
+    producer = broker.producer()
+    await producer.publish(out)
+    assert broker.origins == {0: origin}
+    broker.origins.clear()
+    await producer.republish(out, out.groups, {})
+    assert broker.origins == {0: origin}
 
 
 async def test_a_batch_that_cannot_be_sealed_is_an_error() -> None:

@@ -21,6 +21,7 @@ from ...broker.errors import (
     UnknownBatchError,
 )
 from ...broker.keys import Keys
+from ...broker.messages import Origin
 from ...broker.settings import BrokerSettings
 from ...broker.wording import counted
 from .. import CompletedGroup, RolloutClient
@@ -66,7 +67,7 @@ def list_letters(broker_url: BrokerUrl = None, run: RunName = None, as_json: AsJ
             letter.group_id,
             letter.route,
             letter.rows,
-            failure[:120],
+            failure[:120] + (f", {_told(letter.origin)}" if letter.origin else ""),
         )
     show_table(table)
 
@@ -102,12 +103,19 @@ def show_letter(
     write_json(map(to_json, kept))
 
 
+def _told(origin: Origin) -> str:
+    """`replay 2 of 5f0c:7`, under the name that the group was published with."""
+    return f"replay {origin.replays} of {origin.group_id}"
+
+
 def _describe(letter: DeadLetter) -> None:
     last = letter.first_row + letter.rows - 1
     out.print(f"dead letter {letter.entry}, buried {clock(letter.buried_ms, date=True)} UTC", style="bold")
     out.print(
         f"group {letter.group} of batch {letter.batch} (client {letter.client or '-'}), route {letter.route or '-'}"
     )
+    if letter.origin:
+        _describe_origin(letter.origin, letter.rows)
     out.print(
         f"rows {letter.first_row} to {last}, {size(letter.payload_bytes)}"
         if letter.payload_bytes
@@ -124,6 +132,12 @@ def _describe(letter: DeadLetter) -> None:
         )
         if letter.failure.traceback:
             out.print(letter.failure.traceback.rstrip())
+
+
+def _describe_origin(origin: Origin, rows: int) -> None:
+    last = origin.first_row + rows - 1
+    where = f"client {origin.client or '-'}, rows {origin.first_row} to {last}"
+    out.print(f"{_told(origin)} ({where}), first buried as letter {origin.letter}")
 
 
 def _as_plain(letter: DeadLetter) -> dict[str, Any]:
@@ -160,10 +174,11 @@ def replay(
     run: RunName = None,
 ) -> None:
     """Run dead groups again, each as a batch of its own on the running fleet, and print what comes back as JSON lines,
-    each with the `group_id` that `dead list` shows.
+    each with the `group_id` that `dead list` shows, its `letter`, and in `origin` what was buried first.
 
-    Exit code 1 when a group fails again, and its new dead letter takes the old one's place, or cannot run at all: its
-    rows are not kept, or nobody hosts its route. The trainer that published it hears nothing of this.
+    Exit code 1 when a group fails again, and its new dead letter, which tells the same origin, takes the old one's
+    place, or cannot run at all: its rows are not kept, or nobody hosts its route. The trainer that published it hears
+    nothing of this.
 
     Example: rolloutbus dead replay 1764444000000-0 --drop
     """
@@ -215,15 +230,17 @@ async def _run_again(bus: RolloutClient, letter: DeadLetter, rows: list[dict[str
     for row in rows:
         row.pop(_GROUP_ID, None)
     completed = False
-    async with bus.run_groups(rows, len(rows), on_failure="yield") as batch:
-        say(f"group {letter.group_id} ({counted(len(rows), 'row')}) runs again as batch {batch.id}")
+    origin = letter.next_origin
+    marks = {"group_id": letter.group_id, "letter": letter.entry, "origin": dataclasses.asdict(origin)}
+    async with bus.replay(rows, origin) as batch:
+        of = f", {_told(origin)}" if letter.origin else ""
+        say(f"group {letter.group_id} ({counted(len(rows), 'row')}) runs again as batch {batch.id}{of}")
         async for outcome in batch:
             completed = isinstance(outcome, CompletedGroup)
-            group = {"group_id": letter.group_id}
             write_json(
-                completed_lines(outcome, **group)
+                completed_lines(outcome, **marks)
                 if isinstance(outcome, CompletedGroup)
-                else failed_lines(outcome, rows, **group)
+                else failed_lines(outcome, rows, **marks)
             )
             if not isinstance(outcome, CompletedGroup):
                 say(f"{outcome.type}: {outcome.message}", "red")

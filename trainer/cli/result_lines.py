@@ -18,7 +18,7 @@ from ...collector import CompletedGroup, GroupFailure
 _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
-def completed_lines(group: CompletedGroup, **marks: str) -> Iterator[str]:
+def completed_lines(group: CompletedGroup, **marks: Any) -> Iterator[str]:
     """One line per row of the group, in input order; `marks` begin each."""
     for row, result, origin in zip(group.rows, group.results, group.origins, strict=True):
         yield to_json(
@@ -33,7 +33,7 @@ def completed_lines(group: CompletedGroup, **marks: str) -> Iterator[str]:
         )
 
 
-def failed_lines(failure: GroupFailure, rows: Sequence[Mapping[str, Any]], **marks: str) -> Iterator[str]:
+def failed_lines(failure: GroupFailure, rows: Sequence[Mapping[str, Any]], **marks: Any) -> Iterator[str]:
     """One line per row of the failed group; `rows` are the batch's."""
     why = {
         "class": failure.failure_class, "type": failure.type, "message": failure.message,

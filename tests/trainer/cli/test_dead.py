@@ -63,6 +63,44 @@ def test_replay_runs_the_group_again_and_prints_what_comes_back(stage: Stage) ->
     assert call("dead", "list", "--json").json["dead_letters"] == []
 
 
+def test_a_group_that_fails_in_every_replay_keeps_telling_where_it_comes_from(stage: Stage) -> None:
+    """The new letter named the replay's own batch, and nobody could tell any more which prompt had failed."""
+    stage.instance()
+    (first,) = bury(stage, "ok", "fail")
+    (published,) = call("dead", "list", "--json").json["dead_letters"]
+    assert published["origin"] is None
+    called = published["group_id"]
+    for replays in (1, 2):
+        (before,) = call("dead", "list", "--json").json["dead_letters"]
+        # Under the name that the trainer knows, every time.
+        again = call("dead", "replay", called, code=1)
+        lines = [json.loads(line) for line in again.out.splitlines()]
+        assert {(line["group_id"], line["letter"]) for line in lines} == {(before["group_id"], before["id"])}
+        (letter,) = call("dead", "list", "--json").json["dead_letters"]
+        assert letter["origin"] == {
+            "batch": published["batch"], "group": 1, "client": "trainer", "first_row": 2, "letter": first,
+            "replays": replays,
+        }  # fmt: skip
+        assert lines[0]["origin"] == lines[1]["origin"] == letter["origin"]
+        assert letter["group_id"] != called
+    assert f"runs again as batch {letter['batch']}, replay 2 of {called}" in again.said
+    shown = " ".join(call("dead", "show", called).out.split())
+    assert f"replay 2 of {called} (client trainer, rows 2 to 3), first buried as letter {first}" in shown
+    listed = call("dead", "list").out
+    assert "replay 2 of" in listed
+    assert max(map(len, listed.splitlines())) <= 80
+
+
+def test_a_letter_of_an_earlier_version_is_replayed_and_its_origin_is_told(stage: Stage) -> None:
+    letter = letter_of(stage, rows_of("fail"), batch="b", group="7", first_row="14")
+    stage.instance()
+    call("dead", "replay", letter, code=1)
+    (again,) = call("dead", "list", "--json").json["dead_letters"]
+    assert again["origin"] == {
+        "batch": "b", "group": 7, "client": "", "first_row": 14, "letter": letter, "replays": 1
+    }  # fmt: skip
+
+
 def letter_of(stage: Stage, rows: list[Row], **fields: str) -> str:
     """A letter as the broker would bury it; where it lies."""
     payload = b"".join(bytes(part) for part in encode_rows(rows, first_row=0))
