@@ -68,7 +68,8 @@ def _unusable_range(index: int, shard: ShardSpec, placement_strategy: str) -> li
         return [
             f"{path} needs `port_range_low` and `port_range_high`, because {key_path('placement_strategy')} "
             f"{placement_strategy} may put two stacks on one node; give every shard a range of its own, or "
-            f"use {DEFAULT_PLACEMENT_STRATEGY}, which needs one node per instance"
+            f"use {DEFAULT_PLACEMENT_STRATEGY}, which needs one node per instance; entries that name Python functions "
+            "need no ports under `rolloutbus.environment: functions`"
         ]
     if shard.replicas == 1 or _ports_per_replica(shard) >= MIN_PORTS_PER_REPLICA:
         return []

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ...broker.errors import ConfigError
 from ..yaml_files import load_yaml
+from .entry_shapes import is_file_of_gym
 
 
 def merge_config_paths(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,4 +62,7 @@ def _find(path: str, config_dir: object) -> Path:
         if candidate.is_file():
             return candidate
     looked = " and ".join(str(candidate) for candidate in candidates)
-    raise ConfigError(f"config_paths: there is no file {path!r}; looked for {looked}. Give it relative to one of them")
+    gym = "; if it is NeMo Gym's own, say `rolloutbus.environment: nemo_gym`" if is_file_of_gym(path) else ""
+    raise ConfigError(
+        f"config_paths: there is no file {path!r}; looked for {looked}. Give it relative to one of them{gym}"
+    )

@@ -21,6 +21,7 @@ from ...broker.routes import route_of
 from ..plan_text import names
 from .base import Result, Row, RowOutcome
 from .config_files import merge_config_paths
+from .entry_shapes import is_of_gym
 from .exits import EXITS, contained
 from .group_barrier import GroupBarrier, GroupSeat, Slot
 from .import_path import import_object, search_first
@@ -240,9 +241,20 @@ def _read_entries(config: Mapping[str, Any]) -> dict[str, _Entry]:
     }
     entries = {name: _read_entry(name, options) for name, options in mappings.items() if "function" in options}
     if not entries:
-        seen = f" (without it: {', '.join(mappings)})" if mappings else ""
-        raise ConfigError(f"no entry has a key 'function'{seen}; name one as function: package.module:callable")
+        raise ConfigError(_without_functions(mappings))
     return entries
+
+
+def _without_functions(mappings: Mapping[str, Mapping[str, Any]]) -> str:
+    of_gym = [name for name, options in mappings.items() if is_of_gym(options)]
+    if of_gym:
+        return (
+            f"no entry has a key 'function', and {names(of_gym)} {'are entries' if of_gym[1:] else 'is an entry'} of "
+            "NeMo Gym; say `rolloutbus.environment: nemo_gym` for those, or name a function as function: "
+            "package.module:callable"
+        )
+    seen = f" (without it: {', '.join(mappings)})" if mappings else ""
+    return f"no entry has a key 'function'{seen}; name one as function: package.module:callable"
 
 
 def _read_entry(name: str, config: Mapping[str, Any]) -> _Entry:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import OmegaConf
 
 from ...broker.errors import ConfigError, RowError
 from ...broker.keys import ANY_ROUTE
 from ...producer import plan_groups
+from ...shard_workers.yaml_files import load_yaml
 from .console import say
 from .rows import FileRows
 
 if TYPE_CHECKING:
     from ...shard_workers.fleet_config import FleetConfig
+    from ...shard_workers.plan_spec import ShardSpec
 
 _FUNCTIONS, _NEMO_GYM = "functions", "nemo_gym"
 
@@ -22,7 +26,7 @@ Entries = dict[str, dict[str, list[str]]]
 
 
 def check_environment(fleet: FleetConfig, *, starting: bool = False) -> None:
-    """Raise `ConfigError` for a name that stands for no environment.
+    """Raise `ConfigError` for a name that stands for no environment, and for entries that mean nothing to it.
 
     A module that is not here is no mistake where the fleet joins a cluster, whose nodes may have it: that is only said.
     So it is of NeMo Gym itself, and of a plan that a local Ray could never place, unless the fleet is `starting` here:
@@ -33,6 +37,7 @@ def check_environment(fleet: FleetConfig, *, starting: bool = False) -> None:
     from ...shard_workers.environments.registry import require_environment
     from ...shard_workers.fleet_config import cluster_address
 
+    _check_entries(fleet)
     address = cluster_address(fleet.fleet.address)
     if address is None and (why := fleet.hopeless_here) is not None:
         if starting:
@@ -47,6 +52,46 @@ def check_environment(fleet: FleetConfig, *, starting: bool = False) -> None:
             raise
         where = f"the nodes of the cluster {address}" if address else "the machine that starts it"
         say(f"not checked, {where} must have it: {error}", "yellow")
+
+
+def _check_entries(fleet: FleetConfig) -> None:
+    """Who forgets `environment: functions` has NeMo Gym, which passes over entries that name functions.
+
+    A shard that has nothing else is refused. Where Gym's entries stand beside them, or may stand in a file that is not
+    here, that is only said. Other environments may read what they like.
+    """
+    from ...shard_workers.environments.entry_shapes import is_of_gym, names_function
+
+    if fleet.environment != _NEMO_GYM:
+        return
+    for shard in fleet.plan.shards:
+        layers, complete = _layers(fleet, shard)
+        entries = [(name, entry) for layer in layers for name, entry in layer.items()]
+        functions = dict.fromkeys(name for name, entry in entries if names_function(entry))
+        if not functions:
+            continue
+        names = f"{', '.join(functions)} {'name functions' if len(functions) > 1 else 'names a function'}"
+        told = f"shard {shard.name!r}: {names}, and environment {_NEMO_GYM}, which is the default, runs none"
+        if complete and not any(is_of_gym(entry) for _, entry in entries):
+            raise ConfigError(f"{told}; say `rolloutbus.environment: {_FUNCTIONS}` in the config")
+        say(f"{told}; it needs a config of its own, with `rolloutbus.environment: {_FUNCTIONS}`", "yellow")
+
+
+def _layers(fleet: FleetConfig, shard: ShardSpec) -> tuple[list[Mapping[str, Any]], bool]:
+    """What a shard's entries come from, as far as it is here, and whether that is all of it."""
+    from ...shard_workers.environments.config_files import places_of
+
+    layers: list[Mapping[str, Any]] = [fleet.instance_config(shard, 0)]
+    for path in shard.config_paths:
+        place = next((place for place in places_of(path, fleet.config_dir) if place.is_file()), None)
+        try:
+            found = load_yaml(place, "of entries") if place else None
+        except ConfigError:
+            # Whoever starts the stack says what is wrong with it.
+            found = None
+        if found is not None:
+            layers.append(cast("dict[str, Any]", OmegaConf.to_container(found, resolve=False)))
+    return layers, len(layers) == 1 + len(shard.config_paths)
 
 
 def check_before_start(fleet: FleetConfig) -> Mapping[str, str] | None:

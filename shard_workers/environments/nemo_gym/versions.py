@@ -25,12 +25,12 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ....broker.errors import RouteError
+from ..entry_shapes import GYM_SERVER_TYPES
 from .ports import free_port
 from .settings import GROUP_SIZE_KEY, Verifier
 
 AGENTS = "responses_api_agents"
 RESOURCES = "resources_servers"
-SERVER_TYPES = (AGENTS, "responses_api_models", RESOURCES, "environment_servers")
 RAY_ADDRESS_KEY = "ray_head_node_address"
 LOCAL = "127.0.0.1"
 # Gym's own default range.
@@ -80,7 +80,7 @@ class Gym:
 
     def entries(self) -> dict[str, list[str]]:
         """`{entry: [server type, …]}` of what runs."""
-        found = {name: [kind for kind in SERVER_TYPES if kind in entry] for name, entry in self._mappings().items()}
+        found = {name: [kind for kind in GYM_SERVER_TYPES if kind in entry] for name, entry in self._mappings().items()}
         return {name: kinds for name, kinds in found.items() if kinds}
 
     def verifiers(self) -> dict[str, Verifier]:

@@ -299,20 +299,20 @@ def test_check_names_rows_that_nobody_hosts(monkeypatch: pytest.MonkeyPatch) -> 
 def test_check_takes_entries_for_what_only_running_stacks_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])
     entries = tmp_path / "entries.json"
-    entries.write_text(json.dumps({"words": {"w": ["responses_api_agents"]}, "math": {"m": ["resources_servers"]}}))
-    common = ("check", "-c", "examples/quickstart.yaml", "rolloutbus.environment=nemo_gym")
+    entries.write_text(json.dumps({"quiz": {"w": ["responses_api_agents"]}, "office": {"m": ["resources_servers"]}}))
+    common = ("check", "-c", "examples/nemo_gym/config.yaml")
     plan = call(*common, "--entries", str(entries), "--json").json
-    assert {shard["shard"]: shard["routes"] for shard in plan["shards"]} == {"words": ["w"], "math": ["m"]}
+    assert {shard["shard"]: shard["routes"] for shard in plan["shards"]} == {"quiz": ["w"], "office": ["m"]}
     assert [shard["routes"] for shard in call(*common, "--json").json["shards"]] == [None, None]
-    entries.write_text("{words: {}}")
-    assert "says nothing of shard 'math'" in call(*common, "--entries", str(entries), code=2).said
+    entries.write_text("{quiz: {}}")
+    assert "says nothing of shard 'office'" in call(*common, "--entries", str(entries), code=2).said
 
 
 def test_gym_that_is_not_here_is_told_before_a_fleet_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """`up` started a broker, Ray and every instance before the first one said so."""
     monkeypatch.chdir(Path(__file__).parents[3])
     monkeypatch.setattr("importlib.util.find_spec", dict[str, object]().get)
-    config = ("-c", "examples/quickstart.yaml", "rolloutbus.environment=nemo_gym")
+    config = ("-c", "examples/nemo_gym/config.yaml")
     assert "needs NeMo Gym, which is not installed here" in call("up", *config, code=2).said
     said = " ".join(call("check", *config).said.split())
     assert "not checked, the machine that starts it must have it" in said
@@ -367,10 +367,10 @@ def test_a_cluster_that_is_not_there_is_told_at_once(address: str, monkeypatch: 
 def test_the_plan_shows_no_ports_for_what_opens_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[3])
     ports: dict[str, list[str]] = {}
-    for name in ("functions", "nemo_gym"):
-        plan = call("check", "-c", "examples/quickstart.yaml", f"rolloutbus.environment={name}", "--json").json
-        ports[name] = [instance["ports"] for shard in plan["shards"] for instance in shard["instances"]]
-    assert ports == {"functions": ["-", "-", "-"], "nemo_gym": ["21000-21049", "21050-21099", "21400-21449"]}
+    for path in ("examples/quickstart.yaml", "examples/nemo_gym/config.yaml"):
+        plan = call("check", "-c", path, "--json").json
+        ports[plan["environment"]] = [instance["ports"] for shard in plan["shards"] for instance in shard["instances"]]
+    assert ports == {"functions": ["-", "-", "-"], "nemo_gym": ["22000-22049", "22100-22149"]}
 
 
 @pytest.mark.parametrize("address", ["[::1]:1", "{a", "127.0.0.1:1"])
