@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,3 +37,13 @@ def test_help_swallows_nothing(words: tuple[str, ...], command: Any, monkeypatch
     texts = [command.help, *(parameter.help for parameter in command.params if parameter.name != "help")]
     for text in texts:
         assert letters(text.replace("\\[", "[")) in shown
+
+
+def test_the_readme_has_every_way_to_give_prompts_to_run() -> None:
+    """It said that only `run` repeats a prompt, and not how to say that the file has done so."""
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    run: Any = next(command for words, command in commands(get_command(app)) if words == ("run",))
+    options = {word for parameter in run.params for word in parameter.opts}
+    for option in ("--rows", "--num-generations", "--expanded"):
+        assert option in options
+        assert option in readme
