@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .channel import Arg, Payload
 from .errors import BatchCancelledError, OwnershipLostError, RolloutBusError, UnknownBatchError, UsageError
 from .keys import Keys
-from .messages import Failure, Origin, group_fields
+from .messages import Failure, ReplayOrigin, group_fields
 from .scripts import SCRIPTS
 from .settings import BrokerSettings
 from .steps import Runner, Step, run_step, run_steps
@@ -41,7 +41,7 @@ class OutgoingGroup(NamedTuple):
     rows: int
     first_row: int
     payload: Payload
-    origin: Origin | None = None
+    origin: ReplayOrigin | None = None
 
 
 class Published(NamedTuple):

@@ -14,7 +14,7 @@ from .channel import ReplyError
 from .errors import DecodeError, UnknownBatchError
 from .handshake import translate
 from .keys import Keys
-from .messages import Failure, Origin
+from .messages import Failure, ReplayOrigin
 from .steps import Runner
 
 # Few at a time, since the broker serves nobody else while it looks at their payloads.
@@ -53,7 +53,7 @@ class DeadLetter:
     attempt: int
     instance: str
     payload_bytes: int
-    origin: Origin | None = None
+    origin: ReplayOrigin | None = None
 
     @property
     def group_id(self) -> str:
@@ -65,11 +65,11 @@ class DeadLetter:
         return int(self.entry.partition("-")[0])
 
     @property
-    def next_origin(self) -> Origin:
+    def next_origin(self) -> ReplayOrigin:
         """What is told of its group once more when that is replayed: where it comes from first of all."""
         if self.origin is not None:
             return replace(self.origin, replays=self.origin.replays + 1)
-        return Origin(self.batch, self.group, self.client, self.first_row, self.entry, 1)
+        return ReplayOrigin(self.batch, self.group, self.client, self.first_row, self.entry, 1)
 
 
 async def read_dead_letters(runner: Runner, keys: Keys) -> list[DeadLetter]:
@@ -154,11 +154,11 @@ def _letter(words: Sequence[bytes]) -> DeadLetter:
     )
 
 
-def _origin(text: dict[str, str]) -> Origin | None:
+def _origin(text: dict[str, str]) -> ReplayOrigin | None:
     """Letters of groups that were not replayed have none, and so have those of earlier versions."""
     if "origin_letter" not in text:
         return None
-    return Origin(
+    return ReplayOrigin(
         batch=text.get("origin_batch", "-"),
         group=_number(text, "origin_group", -1),
         client=text.get("origin_client", ""),

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+# What a double holds exactly, as Lua's numbers are. A time beyond year 9999 is none.
+MOST: Final = min(1 << 53, 253_402_300_799_000)
 ENDED: Final = frozenset({"done", "handed", "failed", "abandoned"})
 # What a group is that is out and that nobody runs, for whoever waits for it.
 WAITING: Final[Mapping[str, str]] = {
@@ -34,12 +36,20 @@ class GroupRecord:
     idle_s: float | None = None
 
 
+def plain_number(text: str | bytes, least: int = 0) -> int:
+    """A count, size or time as the scripts write it; raises `ValueError` for what is none, or none that can be."""
+    number = int(text)
+    if not least <= number <= MOST:
+        raise ValueError(f"{text[:40]!r} is no number of ours")
+    return number
+
+
 def parse_group_record(raw: bytes) -> GroupRecord | None:
     """The record, None for what nobody of ours wrote; its token stays here."""
     try:
         status, attempt, token, instance, entry, infra, data, accepted, _, first_take = raw.decode().split(" ")
         told = status == "failed" and token == "told"
-        counts = int(infra), int(data), int(accepted), int(first_take)
-        return GroupRecord(status, int(attempt), instance, entry, *counts, told)
+        counts = plain_number(infra), plain_number(data), plain_number(accepted), plain_number(first_take)
+        return GroupRecord(status, plain_number(attempt), instance, entry, *counts, told)
     except ValueError:
         return None

@@ -17,6 +17,7 @@ from typing import Any
 
 from .channel import Command, ReplyError
 from .dead_letters import DeadLetter, read_dead_letters
+from .group_record import MOST, plain_number
 from .handshake import translate
 from .keys import ANY_ROUTE, GROUP_NAME, NAME_PATTERN, Keys
 from .running_groups import Hosting, RunningGroup, longest_running
@@ -140,9 +141,13 @@ async def scan(runner: Runner, pattern: str) -> list[str]:
 
 
 async def find_runs(runner: Runner) -> list[str]:
-    """Names of all runs that have a key on the broker, sorted. A key that no run can have is a stranger's."""
-    matches = (_RUN_OF_KEY.match(key) for key in await scan(runner, "rolloutbus:{*}:*"))
-    return sorted({match[1] for match in matches if match and NAME_PATTERN.fullmatch(match[1])})
+    """Names of all runs that have more on the broker than a client's lease, sorted. A key that no run can have is a
+    stranger's.
+    """
+    found = [(match, key) for key in await scan(runner, "rolloutbus:{*}:*") if (match := _RUN_OF_KEY.match(key))]
+    # A client that waited for a fleet of a mistyped name leaves that, until it expires.
+    named = {match[1] for match, key in found if not key.startswith("owner:", match.end())}
+    return sorted(run for run in named if NAME_PATTERN.fullmatch(run))
 
 
 async def inspect_run(runner: Runner, run: str) -> RunState:
@@ -194,7 +199,7 @@ class _Look:
     def number(self, key: str, fields: Mapping[str, str], name: str) -> int:
         """The field as a number; 0 where it is missing."""
         with contextlib.suppress(ValueError):
-            return int(fields.get(name, 0))
+            return plain_number(fields.get(name, "0"), -MOST)
         self.note(key, f"{name} {fields[name]!r}")
         return 0
 
@@ -325,7 +330,7 @@ async def _batches(look: _Look, found: Mapping[str, Mapping[str, str]], now_s: f
 def _seen_s(owner: bytes | None, now_s: float) -> float | None:
     """The owner's value is `incarnation renewed_ms`; nobody was seen where it is another."""
     with contextlib.suppress(ValueError, IndexError):
-        return max(0.0, now_s - int(owner.split()[1]) / 1000) if owner else None
+        return max(0.0, now_s - plain_number(owner.split()[1]) / 1000) if owner else None
     return None
 
 

@@ -77,7 +77,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ReplayOrigin:
     """What a group that runs again was when it was first buried, and how often it has run again since: `replays` is 1
     for the first time.
 
@@ -96,7 +96,7 @@ class Origin:
         return f"{self.batch}:{self.group}"
 
 
-def origin_fields(origin: Origin | None) -> tuple[Arg, ...]:
+def origin_fields(origin: ReplayOrigin | None) -> tuple[Arg, ...]:
     """Fields and values that say where a group comes from; none for one that was not replayed."""
     if origin is None:
         return ()
@@ -111,7 +111,7 @@ def group_fields(
     rows: int,
     first_row: int,
     payload: Payload,
-    origin: Origin | None = None,
+    origin: ReplayOrigin | None = None,
 ) -> tuple[Arg, ...]:
     """Fields and values of a group's entry."""
     return (

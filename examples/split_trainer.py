@@ -7,7 +7,7 @@ To the broker both are one client: they share its name, an incarnation that is n
 here all made from `--batch`. Both cut the same rows into the same groups. The publisher may end once the batch is
 sealed; whoever collects keeps the client's lease, looks after groups that nobody finishes, and closes the batch.
 
-A publisher that died before that is started again: what is there stays.
+Either may die and be started again: what is published stays, and what was handed over does not come again.
 
 What `RolloutClient` has beside this: it publishes again what a broker without a disk lost, and cancels the batch when
 it is left early.
@@ -27,6 +27,7 @@ from typing import Any
 from rolloutbus.broker.channel import Link
 from rolloutbus.broker.client_transitions import ClientTransitions
 from rolloutbus.broker.errors import BooksError, OwnershipLostError
+from rolloutbus.broker.group_record import parse_group_record
 from rolloutbus.broker.keys import Keys
 from rolloutbus.broker.scripts import load_scripts
 from rolloutbus.broker.settings import BrokerSettings
@@ -95,13 +96,14 @@ async def collect(half: Half) -> None:
     await collector.attach(collection, half.publication.shards)
     watched = Watched(collection, lambda at: _outline(half, at), {})
     await _opened(half)
+    await _skip_what_was_told(half, collection)
     duties = [
         asyncio.create_task(collector.run()),
         asyncio.create_task(_every(half.settings.renew_every_s, lambda: own(half))),
         asyncio.create_task(_every(half.settings.sweep_every_s, lambda: sweeper.sweep(watched))),
     ]
     try:
-        for _ in half.groups:
+        for _ in collection.unfinished():
             outcome = await _next(outcomes, duties)
             print(json.dumps(_told(outcome)), flush=True)
             collector.hand_over(half.batch, [outcome.group_index])
@@ -119,6 +121,16 @@ async def _opened(half: Half) -> None:
         while (await half.link.run([("EXISTS", half.keys.batch(half.batch))]))[0] == 0:
             await own(half)
             await asyncio.sleep(0.05)
+
+
+async def _skip_what_was_told(half: Half, collection: BatchCollection) -> None:
+    """What a collector that died before had handed over, or told as failed, is over."""
+    fields = [f"g:{group.index}" for group in half.groups]
+    (records,) = await half.link.run([("HMGET", half.keys.batch(half.batch), *fields)])
+    for group, raw in zip(half.groups, records, strict=True):
+        record = parse_group_record(raw) if raw else None
+        if record is not None and (record.told or record.status == "handed"):
+            collection.skip(group.index, completed=not record.told, failed=record.told)
 
 
 async def _every(seconds: float, act: Callable[[], Awaitable[None]]) -> None:

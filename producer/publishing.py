@@ -21,7 +21,7 @@ from ..broker.channel import Payload
 from ..broker.client_transitions import BatchSpec, ClientTransitions, OutgoingGroup, Published
 from ..broker.errors import BatchError, BrokerFullError, PayloadTooLargeError
 from ..broker.keys import Keys
-from ..broker.messages import Origin
+from ..broker.messages import ReplayOrigin
 from ..broker.settings import BrokerSettings
 from ..broker.steps import Runner
 from .rows import PromptGroup
@@ -61,7 +61,7 @@ class Publication:
     batch: str
     groups: Sequence[PromptGroup]
     num_generations: int
-    origin: Origin | None = None
+    origin: ReplayOrigin | None = None
     entries: dict[int, str] = field(default_factory=dict[int, str])
     placed: set[int] = field(default_factory=set[int])
     checksums: dict[int, str] = field(default_factory=dict[int, str])
@@ -102,7 +102,7 @@ def _destination(group: PromptGroup) -> tuple[str, str]:
     return group.shard, group.route
 
 
-def encode_group(batch: str, group: PromptGroup, origin: Origin | None = None) -> OutgoingGroup:
+def encode_group(batch: str, group: PromptGroup, origin: ReplayOrigin | None = None) -> OutgoingGroup:
     """A group ready for the wire; raises `EncodeError` naming the row."""
     # The caller may have stamped the same rows for another batch meanwhile.
     rows = [{**row, "_rowidx": index} for index, row in enumerate(group.rows, start=group.first_row)]

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..broker.errors import RouteError, UnknownBatchError, UsageError
-from ..broker.messages import Origin
+from ..broker.messages import ReplayOrigin
 from ..broker.settings import BrokerSettings
 from ..broker.steps import ask
 from ..collector.timing import DEFAULT_PREFIX
@@ -122,7 +122,7 @@ class RolloutClient:
         check_on_failure(on_failure)
         return Batch(self._engine, self._begin(rows, num_generations, rows_mode=True), on_failure, self._prefix)
 
-    def replay(self, rows: Sequence[dict[str, Any]], origin: Origin) -> GroupBatch:
+    def replay(self, rows: Sequence[dict[str, Any]], origin: ReplayOrigin) -> GroupBatch:
         """Run one dead group again, as a batch of its own whose failure is yielded; if it is buried again, the new
         letter says its `origin`. Raises as `run_groups` does.
         """
@@ -135,7 +135,7 @@ class RolloutClient:
         num_generations: int,
         *,
         rows_mode: bool,
-        origin: Origin | None = None,
+        origin: ReplayOrigin | None = None,
     ) -> Session:
         rows = own_rows(rows)
         check_rows(rows, num_generations)

@@ -292,7 +292,13 @@ class Engine:
     async def _find_fleet(self, link: Link) -> None:
         # The first connection fails at once instead of waiting for a broker that may have another address.
         await link.channel()
-        self.route_map = await wait_for_route_map(link, self.keys, self._fleet_wait_s)
+        # A fleet may come later than this client's name would last.
+        renewing = asyncio.create_task(self._renew_for_ever())
+        try:
+            self.route_map = await wait_for_route_map(link, self.keys, self._fleet_wait_s)
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
 
     async def _introduce(self, channel: Channel) -> None:
         """On every connection: scripts, and the client's name, which a restarted broker may have forgotten."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..broker.channel import Channel, Link
 from ..broker.client_transitions import Books, ClientTransitions, OutgoingGroup
 from ..broker.errors import BatchCancelledError, BatchError, BooksError, ClosedError, UnknownBatchError, UsageError
-from ..broker.messages import Origin
+from ..broker.messages import ReplayOrigin
 from ..collector import BatchCollection, Collector, GroupFailure, PackedGroup, PackedRow, Sink
 from ..collector.sweep import Watched, outline
 from ..collector.timing import COUNTERS
@@ -108,7 +108,7 @@ def new_session(
     num_generations: int,
     *,
     rows_mode: bool,
-    origin: Origin | None = None,
+    origin: ReplayOrigin | None = None,
 ) -> Session:
     """A batch that is ready to be published."""
     outbox: Outbox[Parcel] = Outbox()

@@ -17,15 +17,21 @@ from typing import Any
 from ...broker.errors import ConfigError
 from .exits import text_of
 
+_INSTALLED = {"site-packages", "dist-packages"}
+
 
 class NotImportableError(ConfigError):
     """A module is not here, or cannot be imported here; on another machine it may be."""
 
 
 def search_first(folders: Sequence[Path]) -> None:
-    """Put folders at the head of `sys.path`, in this order, and leave them there for imports made later."""
+    """Put folders before all that was installed in `sys.path`, in this order, and leave them there for imports made
+    later. The standard library comes before them: a `queue.py` beside an environment must not stand for its own.
+    """
     wanted = [str(folder) for folder in folders]
-    sys.path[:] = [*wanted, *(known for known in sys.path if known not in wanted)]
+    others = [known for known in sys.path if known not in wanted]
+    at = next((at for at, known in enumerate(others) if _INSTALLED & {*Path(known).parts}), len(others))
+    sys.path[:] = [*others[:at], *wanted, *others[at:]]
     importlib.invalidate_caches()
 
 

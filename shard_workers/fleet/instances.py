@@ -41,6 +41,10 @@ _DEATH_TIMEOUT_S = 10.0
 _REASON_CHARS = 450
 # How often a wait for an instance is told.
 TOLD_EVERY_S = 30.0
+_BLOCKED = (
+    "; something in its environment blocks its event loop, such as time.sleep or a request without `await` "
+    "(asyncio.to_thread is for those). It is started again after blocked_timeout_s"
+)
 
 
 class InstanceTroubleError(FleetError):
@@ -215,18 +219,18 @@ class Launcher:
         began = time.monotonic()
         while not answer.done() and (waited := time.monotonic() - began) < timeout_s:
             if waited >= TOLD_EVERY_S:
-                log.warning("%s: %s is not done after %.0f s%s", instance.name, method, waited, _why(instance))
+                log.warning("%s: %s is not done after %.0f s%s", instance.name, method, waited, _why(instance, method))
             await asyncio.wait({answer}, timeout=min(TOLD_EVERY_S, timeout_s - waited))
         if not answer.done():
             raise InstanceTroubleError(
-                f"{instance.name} did not finish {method} within {timeout_s:g} s{_why(instance)}"
+                f"{instance.name} did not finish {method} within {timeout_s:g} s{_why(instance, method)}"
             )
         return told(instance, method, answer)
 
 
-def _why(instance: Instance) -> str:
+def _why(instance: Instance, method: str) -> str:
     if instance.born is None or instance.born.done():
-        return ""
+        return _BLOCKED if method == "health" else ""
     return f"; its process has not begun: is there a node with {instance.bundle.cpus:g} CPUs free?"
 
 

@@ -190,6 +190,25 @@ async def test_fields_that_are_none_of_ours_are_named_and_the_rest_is_told(link:
         assert what in named
 
 
+@pytest.mark.parametrize("number", ["9" * 30, "9" * 400])
+async def test_numbers_that_cannot_be_are_told_as_such_and_end_nothing(link: Link, number: str) -> None:
+    """One of them, written by hand, ended `status` of the whole run with a traceback."""
+    record = f"running 1 token math 1-1 0 0 0 10 {number}"
+    batch = ("client", "c", "state", "sealed", "groups", "1", "opened", number, "g:0", record)
+    await link.run([("HSET", KEYS.batch("b"), *batch), ("SET", KEYS.owner("c"), f"x {number}")])
+    state = await inspect_run(link, RUN)
+    assert [one.client_seen_s for one in state.batches] == [None]
+    assert any("opened" in what for what in state.unreadable)
+    assert all(shard.longest is None for shard in state.shards)
+    assert (await read_group_life(link, KEYS, "b", 0)).unreadable
+
+
+async def test_a_client_alone_makes_no_run(link: Link) -> None:
+    """A trainer of a mistyped run that was killed while it waited left its lease, and no command knew which run."""
+    await link.run([("SET", KEYS.owner("c"), "x 1", "PX", 60_000)])
+    assert RUN not in await find_runs(link)
+
+
 async def test_a_key_that_no_run_can_have_hides_no_run(link: Link) -> None:
     stranger = "rolloutbus:{a b}:routes"
     await add_group(link, "math")

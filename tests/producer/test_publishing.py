@@ -19,7 +19,7 @@ from rolloutbus.broker.channel import Command
 from rolloutbus.broker.client_transitions import BatchSpec, OutgoingGroup, Published
 from rolloutbus.broker.errors import BatchError, BrokerFullError, EncodeError, PayloadTooLargeError, RolloutBusError
 from rolloutbus.broker.keys import Keys
-from rolloutbus.broker.messages import Origin
+from rolloutbus.broker.messages import ReplayOrigin
 from rolloutbus.broker.settings import BrokerSettings
 from rolloutbus.producer import CHECKSUM_LENGTH, Producer, PromptGroup, Publication, checksum, encode_group
 
@@ -44,7 +44,7 @@ class Broker:
     def __init__(self) -> None:
         self.opened: list[BatchSpec] = []
         self.writes: list[list[int]] = []
-        self.origins: dict[int, Origin | None] = {}
+        self.origins: dict[int, ReplayOrigin | None] = {}
         self.queued = 0
         self.checksums = ""
         self.memory = "maxmemory:0\r\nused_memory:5"
@@ -212,7 +212,7 @@ async def test_what_the_broker_lost_is_published_again_or_told_of_before_the_bat
 
 
 async def test_a_replayed_group_tells_its_origin_however_often_it_is_published() -> None:
-    broker, origin = Broker(), Origin("first", 7, "trainer", 14, "5-1", 2)
+    broker, origin = Broker(), ReplayOrigin("first", 7, "trainer", 14, "5-1", 2)
     out = Publication("b", [group(0)], 2, origin)
     producer = broker.producer()
     await producer.publish(out)

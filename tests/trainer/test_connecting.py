@@ -24,6 +24,7 @@ from tests.stacks import (
     Stack,
     rows_of,
     stack_on,
+    until,
     within,
 )
 
@@ -96,6 +97,21 @@ async def test_giving_up_on_a_connection_ends_its_thread_and_frees_its_name(brok
         stack.host()
         async with stack.client():
             pass
+
+
+@within(20)
+async def test_a_client_keeps_its_name_while_it_waits_for_a_fleet(broker: EmbeddedBroker) -> None:
+    """It had it for one lease; a second process got in, and one of them ended in the middle of a batch."""
+    async with stack_on(broker, lease_s=0.5) as stack:
+        client = stack.client(fleet_wait_s=60)
+        entering = asyncio.create_task(client.__aenter__())
+        await until(lambda: stack.redis.exists(stack.keys.owner("trainer")))
+        incarnation, first = stack.redis.get(stack.keys.owner("trainer")).split()
+        await until(lambda: int(stack.redis.get(stack.keys.owner("trainer")).split()[1]) > int(first) + 600)
+        assert stack.redis.get(stack.keys.owner("trainer")).split()[0] == incarnation
+        stack.host()
+        await entering
+        await client.close()
 
 
 @within(20)

@@ -55,5 +55,6 @@ async def end_batch(link: Link, keys: Keys, batch: str, reason: str) -> int | No
         raise UnknownBatchError(f"run {keys.run!r} has no open batch {batch!r}; see `rolloutbus status`")
     if state == b"closed":
         return None
-    # A record that somebody tampered with may lack any field.
-    return await cancel_batch(link, keys, batch, client.decode(), (shards or b"").decode().split(), reason)
+    # A record that somebody tampered with may lack any field, or hold anything.
+    name, hosts = (word.decode(errors="replace") for word in (client, shards or b""))
+    return await cancel_batch(link, keys, batch, name, hosts.split(), reason)

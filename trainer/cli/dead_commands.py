@@ -21,9 +21,9 @@ from ...broker.errors import (
     UnknownBatchError,
 )
 from ...broker.keys import Keys
-from ...broker.messages import Origin
+from ...broker.messages import ReplayOrigin
 from ...broker.settings import BrokerSettings
-from ...broker.wording import counted
+from ...broker.wording import counted, excerpt
 from .. import CompletedGroup, RolloutClient
 from .console import add_row, clock, new_table, out, print_json, say, show_table, size, write_json
 from .guard import FAILED
@@ -67,7 +67,7 @@ def list_letters(broker_url: BrokerUrl = None, run: RunName = None, as_json: AsJ
             letter.group_id,
             letter.route,
             letter.rows,
-            failure[:120] + (f", {_told(letter.origin)}" if letter.origin else ""),
+            excerpt(failure, 120) + (f", {_told(letter.origin)}" if letter.origin else ""),
         )
     show_table(table)
 
@@ -103,7 +103,7 @@ def show_letter(
     write_json(map(to_json, kept))
 
 
-def _told(origin: Origin) -> str:
+def _told(origin: ReplayOrigin) -> str:
     """`replay 2 of 5f0c:7`, under the name that the group was published with."""
     return f"replay {origin.replays} of {origin.group_id}"
 
@@ -134,7 +134,7 @@ def _describe(letter: DeadLetter) -> None:
             out.print(letter.failure.traceback.rstrip())
 
 
-def _describe_origin(origin: Origin, rows: int) -> None:
+def _describe_origin(origin: ReplayOrigin, rows: int) -> None:
     last = origin.first_row + rows - 1
     where = f"client {origin.client or '-'}, rows {origin.first_row} to {last}"
     out.print(f"{_told(origin)} ({where}), first buried as letter {origin.letter}")

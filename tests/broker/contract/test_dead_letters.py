@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rolloutbus.broker.channel import Payload
 from rolloutbus.broker.dead_letters import read_dead_letters
-from rolloutbus.broker.messages import Origin
+from rolloutbus.broker.messages import ReplayOrigin
 
 from tests.broker.contract.stage import FAILURE, SHARD, Batch, Stage
 
@@ -48,7 +48,7 @@ async def test_the_newest_letter_stays_whatever_it_takes(real_stage: Stage):
 
 async def test_the_letter_of_a_replayed_group_tells_its_origin_whoever_buries_it(real_stage: Stage):
     """Fakeredis reads no letters, which is a read-only script."""
-    origin = Origin("first", 7, "trainer", 14, "5-1", 2)
+    origin = ReplayOrigin("first", 7, "trainer", 14, "5-1", 2)
     batch = await real_stage.opened(3)
     batch.groups = [group._replace(origin=origin) for group in batch.groups[:2]] + batch.groups[2:]
     await real_stage.published(batch)
@@ -60,5 +60,7 @@ async def test_the_letter_of_a_replayed_group_tells_its_origin_whoever_buries_it
         assert ended == "dead"
     letters = await read_dead_letters(real_stage.runner, real_stage.keys)
     assert [letter.origin for letter in letters] == [origin, origin, None]
-    assert letters[0].next_origin == Origin("first", 7, "trainer", 14, "5-1", 3)
-    assert letters[2].next_origin == Origin(batch.id, 2, letters[2].client, letters[2].first_row, letters[2].entry, 1)
+    assert letters[0].next_origin == ReplayOrigin("first", 7, "trainer", 14, "5-1", 3)
+    assert letters[2].next_origin == ReplayOrigin(
+        batch.id, 2, letters[2].client, letters[2].first_row, letters[2].entry, 1
+    )

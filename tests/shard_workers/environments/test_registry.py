@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,6 +100,18 @@ def test_a_reserved_name_that_is_not_shipped_says_so(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(BUILT_IN, "reserved_probe", ("not_written_yet", "Nothing"))
     with pytest.raises(ConfigError, match="this version of rolloutbus does not ship it"):
         load_environment("reserved_probe")
+
+
+def test_folders_come_before_what_is_installed_and_after_the_standard_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A `grp.py` beside an environment stood for the standard library's, in the whole fleet."""
+    monkeypatch.setattr(
+        sys, "path", ["/bin", "/lib/python3.11", "/x/site-packages", str(tmp_path), "/usr/dist-packages"]
+    )
+    search_first([tmp_path, tmp_path / "more"])
+    mine = [str(tmp_path), str(tmp_path / "more")]
+    assert sys.path == ["/bin", "/lib/python3.11", *mine, "/x/site-packages", "/usr/dist-packages"]
 
 
 def test_a_class_without_a_signature_is_fine() -> None:

@@ -40,6 +40,26 @@ async def test_an_instance_that_finds_no_place_is_told_while_it_is_waited_for(
     assert "is there a node with 2 CPUs free?" in caplog.text
 
 
+async def test_an_environment_that_blocks_its_loop_is_called_that(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """«health is not done after 30 s» told nobody what to look for."""
+    monkeypatch.setattr(instances, "_SLACK_S", 0.0)
+    monkeypatch.setattr(instances, "TOLD_EVERY_S", 0.05)
+    config: Any = SimpleNamespace(fleet=SimpleNamespace(health_timeout_s=0.3))
+    place: Any = Bundle(None, 0, 2.0)  # pyright: ignore[reportArgumentType]
+    instance = Instance(SimpleNamespace(name="math"), "math", 0, None, place)  # pyright: ignore[reportArgumentType]
+    instance.handle = SimpleNamespace(health=NoAnswer())  # pyright: ignore[reportAttributeAccessIssue]
+    instance.born = asyncio.get_running_loop().create_future()
+    instance.born.set_result(None)
+    with (
+        caplog.at_level(logging.WARNING, "rolloutbus.fleet"),
+        pytest.raises(InstanceTroubleError, match=r"time\.sleep"),
+    ):
+        await Launcher(config, None, None).health(instance)
+    assert "blocks its event loop" in caplog.text
+
+
 def test_rays_reason_for_a_death_is_whole_as_far_as_it_goes() -> None:
     """It ended inside a word, before two of the three things that commonly kill a process."""
     cause = (
