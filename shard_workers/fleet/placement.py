@@ -78,6 +78,15 @@ class RaySession:
                 "and that it runs"
             ) from None
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether a part of the local Ray that was started here has ended by itself. Ray would look for it for a minute
+        and then end this process.
+        """
+        node = getattr(getattr(ray, "_private", None), "worker", None)
+        started = getattr(node, "_global_node", None)
+        return self.started_here and self.is_local and started is not None and bool(started.dead_processes())
+
     def close(self) -> None:
         """End what was started here; safe twice."""
         if self.started_here:

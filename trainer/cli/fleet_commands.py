@@ -56,6 +56,13 @@ def broker_of(url: str | None) -> Generator[str]:
         yield server.url
 
 
+# As `timeout`, systemd and batch schedulers send it.
+_RAY_IS_GONE = (
+    "the signal went to Ray too, and it has ended: nothing was drained. What ran is run by other instances, once its "
+    "lease is over"
+)
+
+
 @contextmanager
 def running_fleet(
     config: DictConfig, interrupts: Interrupts, *, replace: bool = False, drain: bool = True
@@ -77,6 +84,7 @@ def running_fleet(
         with interrupts.held():
             session = RaySession(known)
             stack.callback(session.close)
+        stack.enter_context(interrupts.needing(lambda: session.is_gone, _RAY_IS_GONE))
         fleet = stack.enter_context(ShardFleet.start(known, replace=replace))
         if not drain:
             stack.push(_ending_soon(fleet))

@@ -15,13 +15,14 @@ import threading
 from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from .console import say
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # For commands that have batches out.
 CANCELLING = "stopping, and cancelling what is out; once more to stop at once"
+_LOOKED_AFTER_S = 0.5
 
 Result = TypeVar("Result")
 
@@ -101,6 +102,31 @@ class Interrupts:
         while not never.wait(every_s):
             look()
 
+    @contextlib.contextmanager
+    def needing(self, is_gone: Callable[[], bool], told: str) -> Generator[None]:
+        """Where what a clean end needs is gone after a signal, because others got it too, the command says so and ends
+        at once.
+        """
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(_LOOKED_AFTER_S):
+                if self._code and is_gone():
+                    say(told, "red")
+                    self._end_at_once()
+
+        watching = threading.Thread(target=watch, name="needed", daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watching.join()
+
+    def _end_at_once(self) -> NoReturn:
+        kill_descendants()
+        os._exit(self._code)
+
     def _stop(self, task: asyncio.Task[Any]) -> None:
         # Said here and not in the handler, which may have interrupted the drawing of a progress bar.
         say(self._stopping)
@@ -108,8 +134,8 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._code:
-            kill_descendants()
-            os._exit(128 + number)
+            self._code = 128 + number
+            self._end_at_once()
         self._code = 128 + number
         if self._cancel is not None:
             self._cancel()

@@ -264,6 +264,21 @@ def test_up_serves_scales_drains_and_ends_on_sigterm(folder: Path, monkeypatch: 
     assert not list((folder / "data").glob("*.conf"))
 
 
+def test_a_signal_to_the_whole_process_group_ends_soon_and_says_what_it_cost(folder: Path) -> None:
+    """As `timeout` sends it: Ray ended at once, and its client looked for it for a minute."""
+    with Program(folder, "up", "-c", "c.yaml") as fleet:
+        assert fleet.process.stdout is not None
+        assert "is up" in fleet.process.stdout.readline()
+        fleet.look()
+        os.killpg(fleet.process.pid, signal.SIGTERM)
+        began = time.monotonic()
+        code, _, said = fleet.wait()
+        assert code == 143, said
+        # Ray's processes take up to a few seconds to end.
+        assert time.monotonic() - began < 30
+        fleet.nothing_is_left()
+
+
 async def test_up_with_its_own_broker_ends_open_batches_before_it(folder: Path) -> None:
     """Their client waited five minutes for the broker, which had ended with the command."""
     (folder / "math.yaml").write_text('slow: {function: "own_functions:slow", seconds: 300}\n')
