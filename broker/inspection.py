@@ -316,27 +316,29 @@ async def _batch_hashes(look: _Look, batches: Sequence[str]) -> dict[str, dict[s
 
 async def _batches(look: _Look, found: Mapping[str, Mapping[str, str]], now_s: float) -> tuple[BatchState, ...]:
     clients = sorted({fields["client"] for fields in found.values() if "client" in fields})
-    owners = await look.ask([("GET", look.keys.owner(client)) for client in clients])
-    seen = {client: _seen_s(value, now_s) for client, value in zip(clients, owners, strict=True)}
+    replies = await look.ask([("GET", look.keys.owner(client)) for client in clients])
+    leases = dict(zip(clients, replies, strict=True))
     states: list[BatchState] = []
     for batch, fields in found.items():
         if "client" in fields:
-            states.append(_batch(look, batch, fields, seen, now_s))
+            states.append(_batch(look, batch, fields, _seen_s(leases[fields["client"]], fields, now_s), now_s))
         elif fields:
             look.note(look.keys.batch(batch), "it names no client")
     return tuple(sorted(states, key=lambda state: -state.age_s))
 
 
-def _seen_s(owner: bytes | None, now_s: float) -> float | None:
-    """The owner's value is `incarnation renewed_ms`; nobody was seen where it is another."""
-    with contextlib.suppress(ValueError, IndexError):
-        return max(0.0, now_s - plain_number(owner.split()[1]) / 1000) if owner else None
+def _seen_s(lease: bytes | None, batch: Mapping[str, str], now_s: float) -> float | None:
+    """A lease's value is `incarnation renewed_ms`. Of the process that owns the batch nobody was seen where it is
+    something else, or another process's.
+    """
+    with contextlib.suppress(ValueError):
+        holder, renewed_ms = (lease or b"").decode(errors="replace").split()
+        if holder == batch.get("owner", holder):
+            return max(0.0, now_s - plain_number(renewed_ms) / 1000)
     return None
 
 
-def _batch(
-    look: _Look, batch: str, fields: Mapping[str, str], seen: Mapping[str, float | None], now_s: float
-) -> BatchState:
+def _batch(look: _Look, batch: str, fields: Mapping[str, str], seen_s: float | None, now_s: float) -> BatchState:
     key = look.keys.batch(batch)
     statuses = Counter(value.partition(" ")[0] for name, value in fields.items() if name.startswith("g:"))
     counts = ("groups", "rows", "published", "completed", "failed", "cancelled", "unread_bytes")
@@ -347,6 +349,6 @@ def _batch(
         reason=fields.get("reason", ""),
         statuses=dict(statuses),
         age_s=max(0.0, now_s - (look.number(key, fields, "opened") or now_s)),
-        client_seen_s=seen[fields["client"]],
+        client_seen_s=seen_s,
         **{name: look.number(key, fields, name) for name in counts},
     )

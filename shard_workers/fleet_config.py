@@ -53,8 +53,8 @@ class FleetSettings(BaseModel):
     placement_timeout_s: Seconds = Field(default=180.0, gt=0)
     startup_timeout_s: Seconds = Field(default=1800.0, gt=0)
     stop_timeout_s: Seconds = Field(default=30.0, gt=0)
-    # Per instance and hour; one more and it is given up.
-    max_restarts: int = Field(default=5, ge=0)
+    # Per instance and hour; one more and it is given up. A group that ends its instances costs `infra_attempts`.
+    max_restarts: int = Field(default=20, ge=0)
     restart_backoff_s: Seconds = Field(default=1.0, ge=0)
     restart_backoff_max_s: Seconds = Field(default=60.0, ge=0)
     health_timeout_s: Seconds = Field(default=30.0, gt=0)

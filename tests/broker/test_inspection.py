@@ -203,6 +203,15 @@ async def test_numbers_that_cannot_be_are_told_as_such_and_end_nothing(link: Lin
     assert (await read_group_life(link, KEYS, "b", 0)).unreadable
 
 
+async def test_a_batchs_client_is_not_whoever_has_its_name_now(link: Link) -> None:
+    """A dead trainer's batch looked as if its trainer were there."""
+    now_ms = int((await link.run([("TIME",)]))[0][0]) * 1000
+    batches = [("HSET", KEYS.batch(owner), "client", "c", "owner", owner) for owner in ("alive", "dead")]
+    await link.run([*batches, ("SET", KEYS.owner("c"), f"alive {now_ms}")])
+    seen = {one.batch: one.client_seen_s is not None for one in (await inspect_run(link, RUN)).batches}
+    assert seen == {"alive": True, "dead": False}
+
+
 async def test_a_client_alone_makes_no_run(link: Link) -> None:
     """A trainer of a mistyped run that was killed while it waited left its lease, and no command knew which run."""
     await link.run([("SET", KEYS.owner("c"), "x 1", "PX", 60_000)])
