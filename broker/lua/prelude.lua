@@ -99,21 +99,20 @@ local function count_queued(batch, groups, bytes)
   return redis.call('HINCRBY', batch, 'queued_bytes:' .. string.match(groups, ':groups:(.+)$'), bytes)
 end
 
+-- When it was first seen that another process has the name of this batch's client: until that resumes the batch, nobody has it.
+local function left_since(batch_key, owner, now)
+  local left, since = string.match(redis.call('HGET', batch_key, 'left') or '', '^(%S+) (%d+)$')
+  if left == owner then return tonumber(since) end
+  redis.call('HSET', batch_key, 'left', string.format('%s %d', owner, now))
+  return now
+end
+
 -- How long the process that owns a batch has not renewed its lease: nil while it is alive, else milliseconds.
--- Another one may have its client's name by now. Until that resumes the batch, nobody has it, since whoever looked first found that out.
 local function owner_absence(batch_key, owner, owner_key, lease_ms, now)
   local value = redis.call('GET', owner_key)
   if not value then return now end
   local holder, renewed = string.match(value, '^(%S+) (%d+)$')
-  if holder ~= owner then
-    owner = owner or '-'
-    local left, since = string.match(redis.call('HGET', batch_key, 'left') or '', '^(%S+) (%d+)$')
-    if left ~= owner then
-      since = now
-      redis.call('HSET', batch_key, 'left', string.format('%s %d', owner, now))
-    end
-    return now - tonumber(since)
-  end
+  if holder ~= owner then return now - left_since(batch_key, owner or '-', now) end
   if now - tonumber(renewed) <= lease_ms then return nil end
   return now - tonumber(renewed)
 end
