@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-# What a double holds exactly, as Lua's numbers are. A time beyond year 9999 is none.
-MOST: Final = min(1 << 53, 253_402_300_799_000)
+# The last millisecond that is a date, year 9999. What is counted stays below it too.
+MOST: Final = 253_402_300_799_000
 ENDED: Final = frozenset({"done", "handed", "failed", "abandoned"})
 # What a group is that is out and that nobody runs, for whoever waits for it.
 WAITING: Final[Mapping[str, str]] = {

@@ -7,7 +7,8 @@ To the broker both are one client: they share its name, an incarnation that is n
 here all made from `--batch`. Both cut the same rows into the same groups. The publisher may end once the batch is
 sealed; whoever collects keeps the client's lease, looks after groups that nobody finishes, and closes the batch.
 
-Either may die and be started again: what is published stays, and what was handed over does not come again.
+Either may die and be started again: what is published stays, and what was handed over does not come again. For a
+publisher that died before the seal the collector waits, and says each minute that nothing came.
 
 What `RolloutClient` has beside this: it publishes again what a broker without a disk lost, and cancels the batch when
 it is left early.
@@ -19,6 +20,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,7 @@ from typing import Any
 
 from rolloutbus.broker.channel import Link
 from rolloutbus.broker.client_transitions import ClientTransitions
-from rolloutbus.broker.errors import BooksError, OwnershipLostError
+from rolloutbus.broker.errors import BooksError, OwnershipLostError, UnknownBatchError
 from rolloutbus.broker.group_record import parse_group_record
 from rolloutbus.broker.keys import Keys
 from rolloutbus.broker.scripts import load_scripts
@@ -37,6 +39,7 @@ from rolloutbus.producer import Producer, PromptGroup, Publication, check_rows, 
 
 CLIENT = "split"
 FLEET_WAIT_S = 60.0
+PUBLISHER_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -117,10 +120,14 @@ async def collect(half: Half) -> None:
 
 async def _opened(half: Half) -> None:
     """Before the publisher has opened it, the batch would count as gone."""
-    async with asyncio.timeout(FLEET_WAIT_S):
-        while (await half.link.run([("EXISTS", half.keys.batch(half.batch))]))[0] == 0:
-            await own(half)
-            await asyncio.sleep(0.05)
+    deadline = time.monotonic() + PUBLISHER_WAIT_S
+    while (await half.link.run([("EXISTS", half.keys.batch(half.batch))]))[0] == 0:
+        if time.monotonic() > deadline:
+            raise UnknownBatchError(
+                f"nobody has published batch {half.batch} within {PUBLISHER_WAIT_S:g} s; start the half that publishes"
+            )
+        await own(half)
+        await asyncio.sleep(0.05)
 
 
 async def _skip_what_was_told(half: Half, collection: BatchCollection) -> None:

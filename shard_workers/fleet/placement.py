@@ -83,9 +83,9 @@ class RaySession:
         """Whether a part of the local Ray that was started here has ended by itself. Ray would look for it for a minute
         and then end this process.
         """
-        node = getattr(getattr(ray, "_private", None), "worker", None)
-        started = getattr(node, "_global_node", None)
-        return self.started_here and self.is_local and started is not None and bool(started.dead_processes())
+        worker = getattr(getattr(ray, "_private", None), "worker", None)
+        node = getattr(worker, "_global_node", None)
+        return self.started_here and self.is_local and node is not None and bool(node.dead_processes())
 
     def close(self) -> None:
         """End what was started here; safe twice."""

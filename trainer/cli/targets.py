@@ -19,6 +19,7 @@ from ...broker.group_life import batches_there, known_batches
 from ...broker.inspection import find_runs
 from ...broker.keys import Keys
 from ...broker.settings import BrokerSettings, broker_url
+from ...broker.steps import ask
 
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
 # Somebody sits in front of the screen.
@@ -113,9 +114,10 @@ async def the_run(link: Link, run: str | None) -> Keys:
 
 async def batch_to_explain(link: Link, keys: Keys, beginning: str) -> str:
     """The id that begins so of all batches that are known, those that are over too; see `the_only`."""
-    there = await batches_there(link, keys)
-    # Events are many, and need not be read for one that is named whole.
-    return beginning if beginning in there else the_only(beginning, await known_batches(link, keys))
+    # Keys and events are many, and need not be read for one that is named whole.
+    if (await ask(link, [("EXISTS", keys.batch(beginning))]))[0]:
+        return beginning
+    return the_only(beginning, await known_batches(link, keys))
 
 
 async def batch_to_cancel(link: Link, keys: Keys, beginning: str) -> str:

@@ -24,16 +24,22 @@ class NoAnswer:
         return concurrent.futures.Future()
 
 
+def instance_with(**methods: NoAnswer) -> Instance:
+    """One whose actor has these methods, and has not begun."""
+    place: Any = Bundle(None, 0, 2.0)  # pyright: ignore[reportArgumentType]
+    instance = Instance(SimpleNamespace(name="math"), "math", 0, None, place)  # pyright: ignore[reportArgumentType]
+    instance.handle = SimpleNamespace(**methods)  # pyright: ignore[reportAttributeAccessIssue]
+    instance.born = asyncio.get_running_loop().create_future()
+    return instance
+
+
 async def test_an_instance_that_finds_no_place_is_told_while_it_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its node was lost and no other had room: nothing was said until the whole time for a start was over."""
     monkeypatch.setattr(instances, "TOLD_EVERY_S", 0.05)
     config: Any = SimpleNamespace(fleet=SimpleNamespace(health_timeout_s=0.3))
-    place: Any = Bundle(None, 0, 2.0)  # pyright: ignore[reportArgumentType]
-    instance = Instance(SimpleNamespace(name="math"), "math", 0, None, place)  # pyright: ignore[reportArgumentType]
-    instance.handle = SimpleNamespace(list_entries=NoAnswer())  # pyright: ignore[reportAttributeAccessIssue]
-    instance.born = asyncio.get_running_loop().create_future()
+    instance = instance_with(list_entries=NoAnswer())
     with caplog.at_level(logging.WARNING, "rolloutbus.fleet"), pytest.raises(InstanceTroubleError, match="2 CPUs free"):
         await Launcher(config, None, None).list_entries(instance)
     assert "instance math): list_entries is not done after" in caplog.text
@@ -47,10 +53,8 @@ async def test_an_environment_that_blocks_its_loop_is_called_that(
     monkeypatch.setattr(instances, "_SLACK_S", 0.0)
     monkeypatch.setattr(instances, "TOLD_EVERY_S", 0.05)
     config: Any = SimpleNamespace(fleet=SimpleNamespace(health_timeout_s=0.3))
-    place: Any = Bundle(None, 0, 2.0)  # pyright: ignore[reportArgumentType]
-    instance = Instance(SimpleNamespace(name="math"), "math", 0, None, place)  # pyright: ignore[reportArgumentType]
-    instance.handle = SimpleNamespace(health=NoAnswer())  # pyright: ignore[reportAttributeAccessIssue]
-    instance.born = asyncio.get_running_loop().create_future()
+    instance = instance_with(health=NoAnswer())
+    assert instance.born is not None
     instance.born.set_result(None)
     with (
         caplog.at_level(logging.WARNING, "rolloutbus.fleet"),
